@@ -5,91 +5,26 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <random>
-#include <string>
 #include <vector>
 
 #include "cuda/host/metadata.hpp"
 #include "tests/cuda/device_buffer.cuh"
+#include "tests/cuda/tables_cases.hpp"
 
 namespace {
 
 using tessera::cuda::MetadataArguments;
 using tessera::cuda_test::DeviceBuffer;
 using tessera::cuda_test::require;
-
-struct Case {
-  char const* name;
-  int64_t tokens;
-  int32_t top_k, experts;
-  double sentinels = 0;
-  bool varies = false;  // 0 .. 2K slots per token
-  bool int64_ids = false;
-  int32_t only_expert = -1;  // all slots go there
-};
-
-struct Tables {
-  std::vector<int32_t> expert_offsets, sort_permutation, gather_index, inverse_permutation, words;
-};
-
-// The words of the kernels behind, which read none where there is no slot, and one that is none of them.
-constexpr int32_t kClearedWords = 12, kNotCleared = 77;
-
-struct Slots {
-  std::vector<int64_t> ids;
-  std::vector<int32_t> token_offsets;
-};
-
-Slots make_slots(Case const& c) {
-  std::mt19937_64 random(99);
-  Slots slots;
-  slots.token_offsets.push_back(0);
-  for (int64_t t = 0; t < c.tokens; ++t) {
-    auto const count = c.varies ? int32_t(random() % uint64_t(2 * c.top_k + 1)) : c.top_k;
-    slots.token_offsets.push_back(slots.token_offsets.back() + count);
-    for (int32_t k = 0; k < count; ++k) {
-      bool const sentinel = double(random() % 10000) < 10000 * c.sentinels;
-      int64_t const outside[] = {-1, c.experts, int64_t{1} << 31, -(int64_t{1} << 31)};
-      int64_t id = c.only_expert >= 0 ? c.only_expert : int64_t(random() % uint64_t(c.experts));
-      if (sentinel) id = outside[random() % (c.int64_ids ? 4 : 2)];
-      slots.ids.push_back(id);
-    }
-  }
-  return slots;
-}
-
-// The definition, walked slot by slot.
-Tables host_tables(Case const& c, Slots const& slots) {
-  size_t const count = slots.ids.size();
-  Tables out;
-  out.expert_offsets.assign(size_t(c.experts) + 1, 0);
-  auto const valid = [&](int64_t id) { return id >= 0 && id < c.experts; };
-  for (int64_t id : slots.ids) {
-    if (valid(id)) ++out.expert_offsets[size_t(id) + 1];
-  }
-  for (int32_t e = 0; e < c.experts; ++e) {
-    out.expert_offsets[size_t(e) + 1] += out.expert_offsets[size_t(e)];
-  }
-  out.words.assign(kClearedWords + 1, 0);
-  out.words.back() = kNotCleared;
-  out.sort_permutation.assign(count, -1);
-  out.gather_index.assign(count, 0);
-  out.inverse_permutation.assign(count, -1);
-  std::vector<int32_t> next(out.expert_offsets.begin(), out.expert_offsets.end() - 1);
-  int32_t token = 0;
-  for (size_t j = 0; j < count; ++j) {
-    while (slots.token_offsets[size_t(token) + 1] <= int64_t(j)) ++token;
-    if (!valid(slots.ids[j])) continue;
-    auto const row = size_t(next[size_t(slots.ids[j])]++);
-    out.inverse_permutation[j] = int32_t(row);
-    out.sort_permutation[row] = int32_t(j);
-    out.gather_index[row] = token;
-  }
-  return out;
-}
+using tessera::routing_test::agree;
+using tessera::routing_test::kClearedWords;
+using tessera::routing_test::kNotCleared;
+using tessera::routing_test::Slots;
+using tessera::routing_test::Tables;
+using tessera::routing_test::TablesCase;
 
 template <class Launch>
-Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
+Tables device_tables(TablesCase const& c, Slots const& slots, Launch&& launch) {
   size_t const count = slots.ids.size();
   std::vector<int32_t> const narrow(slots.ids.begin(), slots.ids.end());
   DeviceBuffer const wide_ids(slots.ids), narrow_ids(narrow), offsets(slots.token_offsets);
@@ -118,25 +53,7 @@ Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
           inverse.values<int32_t>(), words.values<int32_t>()};
 }
 
-// Prints where tables differ first.
-bool agree(Tables const& a, Tables const& b) {
-  auto const same = [](char const* name, std::vector<int32_t> const& x,
-                       std::vector<int32_t> const& y) {
-    for (size_t i = 0; i < x.size(); ++i) {
-      if (x[i] == y[i]) continue;
-      std::printf("%s[%zu] = %d, not %d\n", name, i, x[i], y[i]);
-      return false;
-    }
-    return true;
-  };
-  return same("expert_offsets", a.expert_offsets, b.expert_offsets) &&
-         same("sort_permutation", a.sort_permutation, b.sort_permutation) &&
-         same("gather_index", a.gather_index, b.gather_index) &&
-         same("inverse_permutation", a.inverse_permutation, b.inverse_permutation) &&
-         (a.sort_permutation.empty() || same("words", a.words, b.words));
-}
-
-bool run(Case const& c) {
+bool run(TablesCase const& c) {
   Slots const slots = make_slots(c);
   Tables const host = host_tables(c, slots);
   bool const kernel = agree(device_tables(c, slots, tessera::cuda::launch_metadata), host);
@@ -148,7 +65,7 @@ bool run(Case const& c) {
   return kernel && plain;
 }
 
-constexpr Case kCases[] = {
+constexpr TablesCase kCases[] = {
     {.name = "no tokens", .tokens = 0, .top_k = 4, .experts = 8},
     {.name = "one token", .tokens = 1, .top_k = 1, .experts = 1},
     {.name = "one block", .tokens = 256, .top_k = 4, .experts = 16},
@@ -197,6 +114,12 @@ constexpr Case kCases[] = {
      .experts = 40,
      .sentinels = 0.1,
      .varies = true},
+    {.name = "varying slots of many tokens",
+     .tokens = 40000,
+     .top_k = 4,
+     .experts = 128,
+     .sentinels = 0.01,
+     .varies = true},
     {.name = "all rows to one expert",
      .tokens = 5000,
      .top_k = 2,
@@ -212,7 +135,7 @@ constexpr Case kCases[] = {
 int main() {
   if (!tessera::cuda_test::has_device()) return tessera::cuda_test::kSkipped;
   bool ok = true;
-  for (Case const& c : kCases) ok = run(c) && ok;
+  for (TablesCase const& c : kCases) ok = run(c) && ok;
   std::printf(ok ? "all passed\n" : "some FAILED\n");
   return ok ? 0 : 1;
 }

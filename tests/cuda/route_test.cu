@@ -12,89 +12,29 @@
 
 #include "core/router_groups.hpp"
 #include "core/router_math.hpp"
-#include "cpu/parallel/ops.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/route.hpp"
 #include "tests/cuda/device_buffer.cuh"
+#include "tests/cuda/route_cases.hpp"
 
 namespace {
 
-using tessera::MoeDesc;
 using tessera::RouterKind;
 using tessera::cuda::RouteArguments;
 using tessera::cuda_test::DeviceBuffer;
 using tessera::cuda_test::require;
 using tessera::cuda_test::same_bits;
+using tessera::routing_test::RouteCase;
+using tessera::routing_test::RouteResult;
 
-struct Case {
-  char const* name;
-  int64_t tokens, experts, top_k;
-  RouterKind kind = RouterKind::topk_softmax;
-  bool normalize = false, bias = false;
-  float scale = 1;
-  bool rounded_logits = false;  // many ties
-  bool infinities = false;
-  bool one_lane = false;      // the largest logits are 32 experts apart
-  bool one_of_eight = false;  // .. are those of one lane of eight
-  bool ranked = false;        // slots, for metadata
-};
-
-struct Result {
-  std::vector<int32_t> ids;
-  std::vector<float> weights, chosen_p;
-};
-
-bool same(Result const& a, Result const& b, bool own_p) {
+bool same(RouteResult const& a, RouteResult const& b, bool own_p) {
   return a.ids == b.ids && same_bits(a.weights, b.weights) &&
          (!own_p || same_bits(a.chosen_p, b.chosen_p));
 }
 
-MoeDesc desc_of(Case const& c) {
-  MoeDesc desc;
-  desc.shape = {c.tokens, 8, 8, c.experts, c.top_k};
-  desc.router.kind = c.kind;
-  desc.router.normalize_scores = c.normalize;
-  desc.router.route_scale = c.scale;
-  return desc;
-}
-
-std::vector<float> make_logits(Case const& c) {
-  std::mt19937_64 random(5);
-  std::normal_distribution<float> normal(0, 2);
-  std::vector<float> logits(size_t(c.tokens * c.experts));
-  for (float& l : logits) l = c.rounded_logits ? std::round(normal(random)) : normal(random);
-  float const special[] = {std::nanf(""), INFINITY, -INFINITY, -0.0f, 0.0f, 200.0f, -200.0f};
-  for (size_t i = 0; c.infinities && i < logits.size(); i += 7) logits[i] = special[random() % 7];
-  for (size_t i = 0; c.one_lane && i < logits.size(); ++i) {
-    if (i % size_t(c.experts) % 32 == 7) logits[i] += 100;
-  }
-  for (size_t i = 0; c.one_of_eight && i < logits.size(); ++i) {
-    if (i % size_t(c.experts) % 32 / 4 == 3) logits[i] += 100;
-  }
-  return logits;
-}
-
-Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias) {
-  MoeDesc const desc = desc_of(c);
-  size_t const slots = size_t(c.tokens * c.top_k);
-  Result out{std::vector<int32_t>(slots), std::vector<float>(slots), std::vector<float>(slots)};
-  tessera::core::ThreadPool pool(2);
-  int64_t const floats = (tessera::cpu::select_scratch_floats(desc) + 15) / 16 * 16;
-  std::vector<double> scratch(static_cast<size_t>(floats));
-  tessera::cpu::Threads const threads{pool, reinterpret_cast<float*>(scratch.data()), floats};
-  tessera::cpu::select_experts(desc, {logits.data(), c.experts}, bias,
-                               {out.ids.data(),
-                                tessera::DType::int32,
-                                c.top_k,
-                                {out.weights.data(), c.top_k},
-                                out.chosen_p.data()},
-                               threads);
-  return out;
-}
-
 template <class Launch>
-Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float> const& bias,
-              Launch&& launch) {
+RouteResult on_gpu(RouteCase const& c, std::vector<float> const& logits,
+                   std::vector<float> const& bias, Launch&& launch) {
   size_t const slots = size_t(c.tokens * c.top_k);
   DeviceBuffer const d_logits(logits), d_bias(bias);
   DeviceBuffer const ids(4 * slots), weights(4 * slots), chosen_p(4 * slots);
@@ -167,12 +107,12 @@ struct RankingLaunch {
   }
 };
 
-bool run(Case const& c) {
+bool run(RouteCase const& c) {
   std::vector<float> const logits = make_logits(c);
   std::vector<float> bias(size_t(c.experts));
   for (size_t e = 0; e < bias.size(); ++e) bias[e] = 0.1f * float(e % 7) - 0.3f;
   bool const own_p = tessera::core::has_own_p(c.kind);
-  Result const cpu = on_cpu(c, logits, c.bias ? bias.data() : nullptr);
+  RouteResult const cpu = on_cpu(c, logits, c.bias ? bias.data() : nullptr);
   bool const plain = same(on_gpu(c, logits, bias, tessera::cuda::launch_route_plain), cpu, own_p);
   bool const fast = c.experts <= 1024 && c.top_k <= 32;
   bool const kernel =
@@ -187,7 +127,7 @@ bool run(Case const& c) {
   return kernel && plain && ranks && as_expected;
 }
 
-constexpr Case kCases[] = {
+constexpr RouteCase kCases[] = {
     {.name = "no tokens", .tokens = 0, .experts = 8, .top_k = 2},
     {.name = "one expert", .tokens = 9, .experts = 1, .top_k = 1},
     {.name = "K = E", .tokens = 50, .experts = 32, .top_k = 32},
@@ -286,7 +226,7 @@ constexpr Case kCases[] = {
 int main() {
   if (!tessera::cuda_test::has_device()) return tessera::cuda_test::kSkipped;
   bool ok = true;
-  for (Case const& c : kCases) ok = run(c) && ok;
+  for (RouteCase const& c : kCases) ok = run(c) && ok;
   std::printf(ok ? "all passed\n" : "some FAILED\n");
   return ok ? 0 : 1;
 }

@@ -51,6 +51,15 @@ inline unsigned char* shared_at(uint32_t address) { return emulator::shared_memo
 // dynamic_shared.cuh
 
 #define TESSERA_DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared_memory()
+#define TESSERA_DYNAMIC_SHARED_ARRAY(type, name) \
+  auto* const name = reinterpret_cast<type*>(emulator::shared_memory())
+
+// static_shared.cuh
+
+#define TESSERA_STATIC_SHARED(name, ...)                      \
+  static char const name##_key = 0;                           \
+  auto& name = *static_cast<std::add_pointer_t<__VA_ARGS__>>( \
+      emulator::static_shared(&name##_key, sizeof(std::type_identity_t<__VA_ARGS__>)))
 
 // clock.cuh: ten for every turn.
 

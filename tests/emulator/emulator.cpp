@@ -21,9 +21,19 @@ Watcher* watcher = nullptr;
 namespace {
 
 constexpr std::size_t kStackBytes = 256 * 1024;
-constexpr std::uint64_t kStuck = 2'000'000;  // turns in which nothing changes
+// Turns in which nothing changes; of many threads each has its turn more rarely.
+constexpr std::uint64_t kStuck = 2'000'000, kStuckOfThread = 500;
+
+std::map<void const*, unsigned> compiled_clusters;
 
 std::uint64_t below(std::uint64_t n) { return world.random() % n; }
+
+// More threads than these sleep while they wait for other grids, so that those who work have turns.
+constexpr std::size_t kManyThreads = 4096;
+
+void wake_waiters_for_grids() {
+  for (auto const& cta : world.ctas) wake(*cta, &world.grids);
+}
 
 void start() {
   Thread& t = *world.running;
@@ -35,7 +45,7 @@ void start() {
   }
   t.done = true;
   --t.cta->left;
-  --t.cta->grid->left;
+  if (--t.cta->grid->left == 0) wake_waiters_for_grids();
   changed();
   Fiber::change(t.fiber, world.main);
 }
@@ -122,6 +132,7 @@ void do_one_later() {
   world.later[i] = std::move(world.later.back());
   world.later.pop_back();
   one.work();
+  if (one.kind == Kind::write) wake_waiters_for_grids();
   changed();
 }
 
@@ -174,7 +185,27 @@ void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t share
     throw std::runtime_error("more shared memory than there is");
   if (cluster == 0 || ctas % cluster != 0) throw std::runtime_error("a cluster that is not whole");
   world.grids.push_back(std::make_unique<Grid>(
-      Grid{ctas, threads, cluster, std::move(body), std::uint64_t{ctas} * threads}));
+      Grid{ctas, threads, cluster, std::move(body), std::uint64_t{ctas} * threads, shared_bytes}));
+}
+
+void set_compiled_cluster(void const* kernel, unsigned ctas) { compiled_clusters[kernel] = ctas; }
+unsigned compiled_cluster(void const* kernel) {
+  auto const found = compiled_clusters.find(kernel);
+  return found == compiled_clusters.end() ? 1 : found->second;
+}
+
+void* static_shared(void const* key, std::size_t bytes) {
+  constexpr std::size_t kAlignment = 16;
+  Cta const& cta = *world.running->cta;
+  Grid& grid = *cta.grid;
+  if (!grid.variables.contains(key)) {
+    if (grid.dynamic_bytes + bytes + kAlignment > grid.variables_begin) {
+      fail("more shared memory than there is");
+    }
+    grid.variables_begin = (grid.variables_begin - bytes) / kAlignment * kAlignment;
+    grid.variables[key] = grid.variables_begin;
+  }
+  return cta.shared + grid.variables[key];
 }
 
 unsigned cluster_rank() {
@@ -193,11 +224,19 @@ Cta& cta_of_cluster(unsigned rank) {
 void wait_for_previous_grids() {
   for (auto const& grid : world.grids) {
     if (grid.get() == world.running->cta->grid) return;
-    auto const writes = [&] {
-      return std::any_of(world.later.begin(), world.later.end(),
-                         [&](Later const& one) { return one.thread->cta->grid == grid.get(); });
+    auto const ended = [&] {
+      return grid->left == 0 &&
+             std::none_of(world.later.begin(), world.later.end(),
+                          [&](Later const& one) { return one.thread->cta->grid == grid.get(); });
     };
-    while (grid->left != 0 || writes()) yield();
+    if (world.able.size() + world.asleep > kManyThreads) {
+      sleep_until(&world.grids, ended, "an earlier grid");
+    }
+    while (!ended()) {
+      // Of many turns that are spent here most do not count as such in which nothing changes.
+      if (world.turn % 16 != 0 && world.last_change < world.turn) ++world.last_change;
+      yield();
+    }
   }
 }
 
@@ -210,6 +249,7 @@ std::string run(Schedule const& schedule) {
   for (auto const& cta : world.ctas) {
     cta->lazy = static_cast<double>(below(1000)) < 1000 * schedule.lazy;
   }
+  std::uint64_t const stuck = kStuck + kStuckOfThread * world.able.size();
   while (world.fault.empty() && (!world.able.empty() || world.asleep != 0)) {
     bool const copies =
         !world.later.empty() &&
@@ -226,7 +266,7 @@ std::string run(Schedule const& schedule) {
       world.fault = "nobody can go on" + waiters();
       break;
     }
-    if (world.turn - world.last_change > kStuck) {
+    if (world.turn - world.last_change > stuck) {
       world.fault = "nothing changes any more" + waiters();
       break;
     }

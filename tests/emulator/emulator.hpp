@@ -42,6 +42,10 @@ inline constexpr Schedule kSchedules[] = {{.seed = 1},
                                           {.seed = 3, .copies = 256},
                                           {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
 
+// Sets the CTAs of a cluster of the kernel, which is compiled for them (__cluster_dims__).
+void set_compiled_cluster(void const* kernel, unsigned ctas);
+unsigned compiled_cluster(void const* kernel);  // 1 where none was set
+
 // Enqueues a grid whose CTAs all run at once. body() is one thread's. `cluster`: CTAs of one, a divisor of `ctas`.
 void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
             std::function<void()> body);
@@ -52,6 +56,8 @@ std::string run(Schedule const& schedule);
 
 // Of the thread that runs: for arch/ and include/.
 unsigned char* shared_memory();
+// The CTA's variable of this key, which all CTAs of a grid have at the same place, behind what the launch asked for.
+void* static_shared(void const* key, std::size_t bytes);
 void yield();           // others may run
 void changed();         // a word that others may wait for
 std::uint64_t turns();  // that all threads had
@@ -85,7 +91,7 @@ struct Site {
 // The values of all lanes; valid until the lane's next exchange.
 std::uint64_t const* exchange(std::uint64_t value, Site const& site);
 void named_barrier(int id, int threads, bool waits);
-bool block_vote_or(bool value);
+int block_votes(bool value);  // a barrier of the CTA: for how many of its threads it is true
 
 // Copies, as a function that does them, later. `barrier` then gets the bytes.
 void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy);

@@ -141,13 +141,13 @@ void cluster_barrier() {
   if (watcher != nullptr) watcher->waited(&barrier, parity);
 }
 
-bool block_vote_or(bool value) {
+int block_votes(bool value) {
   NamedBarrier& barrier = world.running->cta->barriers[0];
   auto const buffer = barrier.generation % 2;
-  if (barrier.arrived == 0) barrier.vote[buffer] = false;
-  barrier.vote[buffer] |= value;
+  if (barrier.arrived == 0) barrier.votes[buffer] = 0;
+  barrier.votes[buffer] += value ? 1 : 0;
   named_barrier(0, static_cast<int>(blockDim.x), true);
-  return barrier.vote[buffer];
+  return barrier.votes[buffer];
 }
 
 }  // namespace tessera::emulator

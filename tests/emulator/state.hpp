@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -127,7 +128,7 @@ struct Warpgroup {
 struct NamedBarrier {
   int arrived = 0;
   std::uint64_t generation = 0;
-  bool vote[2] = {};
+  int votes[2] = {};
 };
 
 struct Grid {
@@ -135,6 +136,9 @@ struct Grid {
   unsigned cluster;  // CTAs of one
   std::function<void()> body;
   std::uint64_t left;  // threads that have not ended
+  std::size_t dynamic_bytes = 0;
+  std::size_t variables_begin = kMaxShared;        // the last one's place in shared memory
+  std::map<void const*, std::size_t> variables{};  // places, by key
 };
 
 struct Cta {

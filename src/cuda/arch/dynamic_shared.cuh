@@ -4,3 +4,6 @@
 #pragma once
 
 #define TESSERA_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+
+// The same as an array, whose elements need no more than their own alignment.
+#define TESSERA_DYNAMIC_SHARED_ARRAY(type, name) extern __shared__ type name[]

@@ -22,7 +22,9 @@
 
 #include <cstdint>
 
+#include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
+#include "../arch/static_shared.cuh"
 #include "../arch/warp.cuh"
 #include "../host/choice_limits.hpp"
 #include "../host/choose_tokens.hpp"
@@ -99,8 +101,8 @@ class ExpertColumn {
     // As many threads as n have a key at or above it, or it is below all.
     uint32_t const bound =
         search<uint32_t>(end, n, [&](uint32_t key) { return __syncthreads_count(own >= key); });
-    __shared__ uint64_t smem_keys[Config::kThreads];
-    __shared__ int smem_size;
+    TESSERA_STATIC_SHARED(smem_keys, uint64_t[Config::kThreads]);
+    TESSERA_STATIC_SHARED(smem_size, int);
     if (threadIdx.x == 0) smem_size = 0;
     __syncthreads();
     auto const for_each_from_bound = [&](auto&& body) {
@@ -218,7 +220,7 @@ class ExpertColumn {
   // Sum over the CTA, for every thread. Two rows of sums in turn, so that one barrier is enough.
   template <class Value>
   __device__ Value add_up(Value own) {
-    __shared__ Value smem_sums[2][kWarps];
+    TESSERA_STATIC_SHARED(smem_sums, Value[2][kWarps]);
     turn_ ^= 1;
     own = sum_of_lanes(own);
     if (arch::lane_idx() == 0) smem_sums[turn_][threadIdx.x / arch::kWarpThreads] = own;
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     choose_tokens_keep(__grid_constant__ ChooseTokensArguments const p, ChoiceStep const step) {
   auto const expert = static_cast<int>(blockIdx.x);
   core::ExpertPairs& gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs[expert];
-  extern __shared__ uint32_t smem_column[];
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_column);
   ExpertColumn<Config> column(p, expert, smem_column);
   core::ExpertPairs pairs;
   if (step == ChoiceStep::cut) {
@@ -394,7 +396,7 @@ __global__ void __launch_bounds__(Config::kScanThreads)
     choose_tokens_scan(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kWarps = Config::kScanThreads / arch::kWarpThreads;
   static_assert(kWarps == arch::kWarpThreads, "a lane per warp");
-  __shared__ int smem_sums[kWarps];
+  TESSERA_STATIC_SHARED(smem_sums, int[kWarps]);
   int32_t* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
   int64_t const blocks = choice_blocks(p.tokens);
   int const warp = arch::warp_idx();
@@ -418,10 +420,10 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
     choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
-  extern __shared__ uint32_t smem_kept[];
-  __shared__ int smem_counts[Config::kCtaWarps][kChoiceBlockTokens];
-  __shared__ int32_t smem_ids[Config::kStagedSlots];
-  __shared__ float smem_scores[Config::kStagedSlots];
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_kept);
+  TESSERA_STATIC_SHARED(smem_counts, int[Config::kCtaWarps][kChoiceBlockTokens]);
+  TESSERA_STATIC_SHARED(smem_ids, int32_t[Config::kStagedSlots]);
+  TESSERA_STATIC_SHARED(smem_scores, float[Config::kStagedSlots]);
   int32_t const* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
   ChoicePart<Config> const part(p, smem_kept);
   int const warp = arch::warp_idx(), lane = arch::lane_idx();
@@ -472,22 +474,29 @@ cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaS
   size_t const smem_bytes =
       args.tokens <= Config::kMaxTokens ? 4 * static_cast<size_t>(args.tokens) : 0;
   auto const keep = [&](ChoiceStep step) {
-    choose_tokens_keep<Config><<<experts, Config::kThreads, smem_bytes, stream>>>(args, step);
+    return host::launch_early(choose_tokens_keep<Config>, false, experts, Config::kThreads,
+                              smem_bytes, stream, args, step);
   };
   if (args.router.round == Rounding::balance_f) {
-    keep(ChoiceStep::count);
-    choose_tokens_round<Config><<<1, arch::kWarpThreads, 0, stream>>>(args);
-    keep(ChoiceStep::cut);
+    error = keep(ChoiceStep::count);
+    if (error != cudaSuccess) return error;
+    error = host::launch_early(choose_tokens_round<Config>, false, 1, arch::kWarpThreads, 0, stream,
+                               args);
+    if (error != cudaSuccess) return error;
+    error = keep(ChoiceStep::cut);
   } else {
-    keep(ChoiceStep::both);
+    error = keep(ChoiceStep::both);
   }
-  choose_tokens_scan<Config><<<1, Config::kScanThreads, 0, stream>>>(args);
+  if (error != cudaSuccess) return error;
+  error = host::launch_early(choose_tokens_scan<Config>, false, 1, Config::kScanThreads, 0, stream,
+                             args);
+  if (error != cudaSuccess) return error;
   constexpr int kCtaThreads = Config::kCtaWarps * arch::kWarpThreads;
   // Without tokens one CTA still writes the first offset.
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
   auto const kept_bytes = static_cast<size_t>(ChoicePart<Config>::kept_bytes(args.experts));
-  choose_tokens_emit<Config><<<blocks, kCtaThreads, kept_bytes, stream>>>(args);
-  return cudaGetLastError();
+  return host::launch_early(choose_tokens_emit<Config>, false, blocks, kCtaThreads, kept_bytes,
+                            stream, args);
 }
 
 }  // namespace tessera::cuda

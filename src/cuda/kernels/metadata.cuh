@@ -23,8 +23,11 @@
 
 #include "../arch/cluster.cuh"
 #include "../arch/cluster_load.cuh"
+#include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
+#include "../arch/static_shared.cuh"
 #include "../arch/warp.cuh"
+#include "../host/launch.hpp"
 #include "../host/metadata.hpp"
 #include "../warp/sums.cuh"
 
@@ -129,7 +132,7 @@ __device__ __forceinline__ void rank_block(MetadataArguments const& p, int64_t f
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_rank(__grid_constant__ MetadataArguments const p) {
   constexpr int kRounds = MetadataConfig::kRounds;
-  extern __shared__ uint16_t smem_counts[];
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_counts);
   int64_t const first = int64_t{blockIdx.x} * kMetadataBlockSlots + first_place();
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   int experts[kRounds], ranks[kRounds];
@@ -401,9 +404,9 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
     __launch_bounds__(MetadataConfig::kThreads, MetadataConfig::kCtas)
         metadata_scatter(__grid_constant__ MetadataArguments const p) {
   constexpr int kRounds = MetadataConfig::kRounds;
-  __shared__ ScatterStorage smem;
-  __shared__ UnitSumsStorage smem_sums;
-  extern __shared__ uint16_t smem_before[];
+  TESSERA_STATIC_SHARED(smem, ScatterStorage);
+  TESSERA_STATIC_SHARED(smem_sums, UnitSumsStorage);
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_before);
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   RankUnits const ranked(p.unit_slots);
   int64_t const block_slot = int64_t{blockIdx.x} * ranked.block_slots();
@@ -432,8 +435,8 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
 // Where all slots are one block, the workspace is not needed.
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_one_block(__grid_constant__ MetadataArguments const p) {
-  extern __shared__ uint16_t smem_counts[];
-  __shared__ ScatterStorage smem;
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_counts);
+  TESSERA_STATIC_SHARED(smem, ScatterStorage);
   int experts[MetadataConfig::kRounds], ranks[MetadataConfig::kRounds];
   int* const smem_totals = smem.rows;  // until scatter_block() has a use for them
   rank_block(p, first_place(), experts, ranks, smem_counts,
@@ -461,19 +464,21 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
     return cudaErrorInvalidValue;
   }
   if (blocks == 1) {
-    metadata_one_block<<<1, Config::kThreads, smem_bytes, stream>>>(args);
-    return cudaGetLastError();
+    return host::launch_early(metadata_one_block, false, 1, Config::kThreads, smem_bytes, stream,
+                              args);
   }
   if (args.unit_slots == 0) {
-    metadata_rank<<<blocks, Config::kThreads, smem_bytes, stream>>>(args);
+    cudaError_t const error = host::launch_early(metadata_rank, false, blocks, Config::kThreads,
+                                                 smem_bytes, stream, args);
+    if (error != cudaSuccess) return error;
   }
   auto const before_bytes = sizeof(uint16_t) *
                             static_cast<size_t>(ranked.per_block > 1 ? ranked.per_block : 0) *
                             static_cast<size_t>(MetadataWorkspace::pitch_of(args.experts));
   unsigned const in_clusters =
       (blocks + Config::kCluster - 1) / Config::kCluster * Config::kCluster;
-  metadata_scatter<<<in_clusters, Config::kThreads, before_bytes, stream>>>(args);
-  return cudaGetLastError();
+  return host::launch_early(metadata_scatter, false, in_clusters, Config::kThreads, before_bytes,
+                            stream, args);
 }
 
 }  // namespace tessera::cuda

@@ -15,6 +15,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
 #include "../host/choose_tokens.hpp"
@@ -143,8 +144,8 @@ struct RankedToken {
 template <class Config>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config::kCtas)
     rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
-  constexpr int kPitch = kChoiceBlockTokens + 1;  // of shared memory
-  extern __shared__ uint32_t smem_ranks[];        // (E, kPitch)
+  constexpr int kPitch = kChoiceBlockTokens + 1;       // of shared memory
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
   int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens;
   bool const staged = p.experts <= Config::kMaxStaged;

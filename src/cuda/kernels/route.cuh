@@ -23,7 +23,9 @@
 #include <cstdint>
 
 #include "../arch/shared_address.cuh"
+#include "../arch/static_shared.cuh"
 #include "../arch/warp.cuh"
+#include "../host/launch.hpp"
 #include "../host/metadata.hpp"
 #include "../host/route.hpp"
 #include "../warp/fold.cuh"
@@ -436,7 +438,7 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
   int64_t const first = (int64_t{blockIdx.x} * Config::kSharedWarps + arch::warp_idx()) * kTokens;
   // Warps without a token go through the last one again where others wait for them.
   if (!kRanks && first >= p.tokens) return;
-  __shared__ uint32_t smem_tokens[kRanks ? Config::kMaxRankedExperts : 1];
+  TESSERA_STATIC_SHARED(smem_tokens, uint32_t[kRanks ? Config::kMaxRankedExperts : 1]);
   warp::UnitRanks ranks(smem_tokens);
   if constexpr (kRanks) {
     static_assert(Config::kSharedWarps * kTokens == kRankedTokens);
@@ -519,9 +521,8 @@ cudaError_t launch_route_shared(RouteArguments const& args, cudaStream_t stream)
                          : route_shared<Config, kLanes, kValues, false, true>;
     }
   }
-  kernel<<<static_cast<unsigned>(ctas), Config::kSharedWarps * arch::kWarpThreads, 0, stream>>>(
-      args);
-  return cudaGetLastError();
+  return host::launch_early(kernel, false, static_cast<unsigned>(ctas),
+                            Config::kSharedWarps * arch::kWarpThreads, 0, stream, args);
 }
 
 // Sums over all experts go by 32 lanes, groups by experts in order: those take a warp per token.
@@ -556,9 +557,8 @@ cudaError_t launch_route_values(RouteArguments const& args, cudaStream_t stream)
   int64_t const ctas = (args.tokens + Config::kWarps - 1) / Config::kWarps;
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  route<Config, kValues>
-      <<<static_cast<unsigned>(ctas), Config::kWarps * arch::kWarpThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return host::launch_early(route<Config, kValues>, false, static_cast<unsigned>(ctas),
+                            Config::kWarps * arch::kWarpThreads, 0, stream, args);
 }
 
 template <class Config>

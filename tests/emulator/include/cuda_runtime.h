@@ -43,9 +43,17 @@ T atomicCAS(T* word, T expected, T value) {
   tessera::emulator::changed();
   return before;
 }
+template <class T>
+T atomicOr(T* word, T bits) {
+  T const before = *word;
+  *word = before | bits;
+  tessera::emulator::changed();
+  return before;
+}
 inline void __threadfence_system() {}
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline int __clz(int bits) { return std::countl_zero(static_cast<unsigned>(bits)); }
 inline int __ffs(int bits) {
   return bits == 0 ? 0 : std::countr_zero(static_cast<unsigned>(bits)) + 1;
 }
@@ -72,7 +80,7 @@ inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned cluster, unsi
 template <class... Params>
 cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Params...),
                                std::type_identity_t<Params> const&... params) {
-  unsigned cluster = 1;
+  unsigned cluster = tessera::emulator::compiled_cluster(reinterpret_cast<void const*>(kernel));
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
       cluster = config->attrs[i].val.clusterDim.x;
@@ -108,7 +116,8 @@ inline void __syncwarp() { tessera::emulator::exchange(0, {.file = "__syncwarp"}
 inline void __syncthreads() {
   tessera::emulator::named_barrier(0, static_cast<int>(blockDim.x), true);
 }
-inline int __syncthreads_or(int value) { return tessera::emulator::block_vote_or(value != 0); }
+inline int __syncthreads_count(int value) { return tessera::emulator::block_votes(value != 0); }
+inline int __syncthreads_or(int value) { return __syncthreads_count(value) != 0 ? 1 : 0; }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane, TESSERA_EMULATOR_SITE) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
@@ -143,6 +152,24 @@ inline int __any_sync(unsigned mask, int value, TESSERA_EMULATOR_SITE) {
 }
 inline int __all_sync(unsigned mask, int value, TESSERA_EMULATOR_SITE) {
   return __ballot_sync(mask, value, file, line) == 0xffffffffu;
+}
+// Of all lanes. Whole kernels work so while many threads wait for their end.
+template <class T, class Fold>
+T reduce_lanes(T value, Fold fold) {
+  tessera::emulator::changed();
+  for (int bits = 16; bits > 0; bits /= 2) {
+    value = fold(value, __shfl_xor_sync(0xffffffffu, value, bits));
+  }
+  return value;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return reduce_lanes(value, [](unsigned a, unsigned b) { return std::max(a, b); });
+}
+inline int __reduce_min_sync(unsigned, int value) {
+  return reduce_lanes(value, [](int a, int b) { return std::min(a, b); });
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  return reduce_lanes(value, [](int a, int b) { return a + b; });
 }
 inline unsigned __match_any_sync(unsigned, int value, TESSERA_EMULATOR_SITE) {
   auto const mine = static_cast<std::uint64_t>(static_cast<std::uint32_t>(value));

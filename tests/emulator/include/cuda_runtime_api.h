@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include <vector_types.h>
 
@@ -14,6 +15,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)  // set_compiled_cluster() says it again
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH_FEAT_SM90_ALL
 #define __CUDA_ARCH_FEAT_SM100_ALL
@@ -72,6 +74,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, uns
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* found);
 cudaError_t cudaGetLastError();
+// At once: in front of all launches.
+inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
 
 // Devices and pinned memory, for what opens a context.
 struct cudaDeviceProp {

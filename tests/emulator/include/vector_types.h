@@ -14,6 +14,9 @@ struct alignas(16) float4 {
 struct uint2 {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(16) int4 {
   int x, y, z, w;
 };

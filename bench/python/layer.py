@@ -13,6 +13,7 @@ equally many rows, without routing, gather, activation and sums.
 
 sonicmoe needs sonic-moe and quack-kernels. Their first call tunes and compiles for minutes; --sonic-space whole lets it
 try every configuration that it has, `clusters-2x1` those of clusters of two along m without swapped operands.
+tessera-chunked makes y and dx rows of half the columns at a time, for a lower peak of memory.
 """
 
 import argparse
@@ -72,6 +73,13 @@ class Tessera:
         return tessera.moe(x, w_router, w_up, w_down, top_k=self.top_k)
 
 
+class Chunked(Tessera):
+    """y and dx rows of half the columns at a time."""
+
+    def __call__(self, x, w_router, w_up, w_down):
+        return tessera.moe(x, w_router, w_up, w_down, top_k=self.top_k, column_chunk=x.shape[1] // 2)
+
+
 class SonicMoE:
     """Weights: a gate row, then its up row."""
 
@@ -93,7 +101,7 @@ class SonicMoE:
                         self.activation)[0]
 
 
-IMPLEMENTATIONS = {"tessera": Tessera, "sonicmoe": SonicMoE}
+IMPLEMENTATIONS = {"tessera": Tessera, "tessera-chunked": Chunked, "sonicmoe": SonicMoE}
 
 
 def restrict_sonic_space():

@@ -6,7 +6,6 @@
 
 #include "core/gradient_dtype.hpp"
 #include "core/interleaved_columns.hpp"
-#include "cuda/layer/plan.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -19,6 +18,10 @@ std::int64_t stride_of(ConstTensor const& tensor, int axis) noexcept {
     inner = tensor.shape[later] > 1 ? tensor.stride[later] * tensor.shape[later] : inner;
   }
   return inner;
+}
+
+void const* bf16_at(void const* gmem, std::int64_t element) noexcept {
+  return static_cast<std::uint16_t const*>(gmem) + element;
 }
 
 WeightRows from_row(WeightRows rows, std::int64_t first, DType dtype) noexcept {
@@ -302,6 +305,30 @@ BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const&
                .experts = experts};
   if (core::interleaves_columns(desc)) join_halves(out);
   return out;
+}
+
+DownProjectionFwdArguments columns_of(DownProjectionFwdArguments args, Columns columns) noexcept {
+  args.w_down = from_row(args.w_down, columns.first, DType::bf16);
+  args.b_down = from_row(args.b_down, columns.first, DType::bf16);
+  args.hidden = columns.count;
+  return args;
+}
+
+UpProjectionDgradArguments columns_of(UpProjectionDgradArguments args, Columns columns) noexcept {
+  for (WeightRows& w : args.w_up) {
+    if (w.gmem != nullptr) w.gmem = bf16_at(w.gmem, columns.first * w.column_stride);
+  }
+  if (args.w_router.gmem != nullptr) {
+    args.w_router.gmem = bf16_at(args.w_router.gmem, columns.first);
+  }
+  args.hidden = columns.count;
+  return args;
+}
+
+AggregateArguments columns_of(AggregateArguments args, Columns columns) noexcept {
+  args.gmem_o = const_cast<void*>(bf16_at(args.gmem_o, columns.first));
+  args.hidden = columns.count;
+  return args;
 }
 
 ExpertWeights weights_without_memory(MoeDesc const& desc) noexcept {

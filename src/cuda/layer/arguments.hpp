@@ -8,6 +8,7 @@
 #include "cuda/host/bias_gradient.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
+#include "cuda/layer/plan.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::cuda {
@@ -67,6 +68,11 @@ struct BackwardArguments {
 };
 BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const& args,
                                      BackwardMemory const& memory) noexcept;
+
+/// Arguments for some columns alone of y and o, or of dx rows and dx; y and dx rows then hold these columns.
+DownProjectionFwdArguments columns_of(DownProjectionFwdArguments args, Columns columns) noexcept;
+UpProjectionDgradArguments columns_of(UpProjectionDgradArguments args, Columns columns) noexcept;
+AggregateArguments columns_of(AggregateArguments args, Columns columns) noexcept;
 
 /// True if the experts may write their rows to `out` itself: rows are grouped, so each is a row of `out`, and its
 /// addresses suit the kernels.

@@ -50,7 +50,8 @@ int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArgument
   auto const rows = static_cast<double>(wgrad.rows), d = static_cast<double>(wgrad.hidden);
   double const gemm = 2 * rows * d * static_cast<double>(wgrad.halves * wgrad.intermediate);
   double const passes = aggregate.adds_to_o ? 2 : 1;  // over dx
-  double const bytes = 2 * d * (rows + passes * static_cast<double>(aggregate.tokens));
+  double const bytes = 2 * static_cast<double>(aggregate.hidden) *
+                       (rows + passes * static_cast<double>(aggregate.tokens));
   double const gemm_s = gemm / kFlopsOfSm, aggregate_s = bytes / kBytesOfSm;
   return static_cast<int>(sm_count * aggregate_s / (gemm_s + aggregate_s));
 }
@@ -173,11 +174,21 @@ class Backward {
     if (codes_) {
       return add_quantised_up_dgrad(desc_, args_, plan_, base_, experts_.up_dgrad, sequence_);
     }
-    sequence_.select("up_projection_dgrad", experts_.up_dgrad);
+    if (in_place_) return sequence_.select("up_projection_dgrad", experts_.up_dgrad);
+    AggregateArguments const whole = experts_.aggregate;
+    for_each_column_chunk(desc_, [&](Columns columns, bool is_last) {
+      UpProjectionDgradArguments up_dgrad = columns_of(experts_.up_dgrad, columns);
+      // The rows of one chunk lie where those of the chunk before lay, which its aggregate reads.
+      up_dgrad.starts_early = experts_.up_dgrad.starts_early && columns.first == 0;
+      sequence_.select("up_projection_dgrad", up_dgrad);
+      experts_.aggregate = columns_of(whole, columns);
+      if (!is_last) sequence_.select("aggregate", experts_.aggregate);
+    });
   }
 
-  /// Computes dx from its rows, and dw_up; side by side where both are wanted and have fast kernels, as one waits for
-  /// memory and the other for the tensor cores. Where rows are written to dx itself, dx is done.
+  /// Computes dx from its rows, of the last columns where they come in chunks, and dw_up; side by side where both are
+  /// wanted and have fast kernels, as one waits for memory and the other for the tensor cores. Where rows are written
+  /// to dx itself, dx is done.
   void aggregate_and_up_weights(bool input, bool weights) noexcept {
     ExpertGradients const& g = args_.gradients;
     bool const dx = input && wanted_.dx && !in_place_;
@@ -326,7 +337,11 @@ class Backward {
     up_dgrad.gmem_row_dlogits = plan_.row_dlogits.in(base_);
     up_dgrad.w_router = w_router_;
     up_dgrad.router_in_terms = fp32_router_;
-    if (refuse(up_dgrad, sequence_.device().architecture()).refused()) return;
+    bool refused = false;
+    for_each_column_chunk(desc_, [&](Columns columns, bool) {
+      refused |= refuse(columns_of(up_dgrad, columns), sequence_.device().architecture()).refused();
+    });
+    if (refused) return;
     experts_.up_dgrad = up_dgrad;
     experts_.aggregate.adds_to_o = false;
     part_in_rows_ = true;

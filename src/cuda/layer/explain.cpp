@@ -82,6 +82,9 @@ MoeBackwardArgs backward_at_nowhere(MoeDesc const& desc) {
   return args;
 }
 
+/// Those of a call that come first; the others differ in number alone, and only in the last chunk.
+Columns first_columns(MoeDesc const& desc) { return {0, column_chunk(desc)}; }
+
 /// Selection is part of the router's work; where one of its two kernels is refused, both reasons matter.
 Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
   MoeShape const& s = desc.shape;
@@ -141,14 +144,16 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
     ops.push_back(quantised(work::down_projection_fwd(desc, rows), kScaledGemm + on));
   } else {
     ops.push_back(
-        explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
+        explanation(work::down_projection_fwd(desc, rows),
+                    refuse(columns_of(experts.down, first_columns(desc))),
                     prefers_gemv(experts.down) ? kGemv : "persistent warp-specialised GEMM" + on));
   }
   set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
   std::string const when =
       rows_lie_in(desc, args.o) ? ", for rows that have scores; others lie in their place" : "";
-  ops.push_back(
-      explanation(work::aggregate(desc, rows), refuse(experts.aggregate), kAggregate + when + on));
+  ops.push_back(explanation(work::aggregate(desc, rows),
+                            refuse(columns_of(experts.aggregate, first_columns(desc))),
+                            kAggregate + when + on));
   return ops;
 }
 
@@ -252,11 +257,12 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
       ops.push_back(quantised(work::up_projection_dgrad(desc, rows), kScaledGemm + on));
       set_gemm(ops.back(), mean, s.hidden, width);
     } else {
-      add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
-          width);
+      add(work::up_projection_dgrad(desc, rows),
+          refuse(columns_of(experts.up_dgrad, first_columns(desc))), gemm, mean, s.hidden, width);
     }
     if (!rows_lie_in(desc, args.dx)) {
-      add(work::aggregate(desc, rows, false), refuse(experts.aggregate), kAggregate, 0, 0, 0);
+      add(work::aggregate(desc, rows, false),
+          refuse(columns_of(experts.aggregate, first_columns(desc))), kAggregate, 0, 0, 0);
     }
   }
   if (pass != Pass::backward_input) {

@@ -331,17 +331,25 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   }
   if (desc.quantises()) {
     add_quantised_projections(desc, args, plan, base, routing, experts.down.gmem_y, sequence);
-  } else {
+    if (!in_place) sequence.select("aggregate", experts.aggregate);
+  } else if (in_place) {  // its rows are o, of which there is no chunk
     hand_over(experts.up, experts.down, device.architecture(),
               plan.counters.in(base) + kForwardHandover);
     sequence.select("up_projection_fwd", experts.up);
     sequence.select("down_projection_fwd", experts.down);
-  }
-  if (in_place) {
-    add_zero_tail(desc, routing, args.o, sequence);
   } else {
-    sequence.select("aggregate", experts.aggregate);
+    for_each_column_chunk(desc, [&](Columns columns, bool) {
+      DownProjectionFwdArguments down = columns_of(experts.down, columns);
+      if (columns.first == 0) {
+        hand_over(experts.up, down, device.architecture(),
+                  plan.counters.in(base) + kForwardHandover);
+        sequence.select("up_projection_fwd", experts.up);
+      }
+      sequence.select("down_projection_fwd", down);
+      sequence.select("aggregate", columns_of(experts.aggregate, columns));
+    });
   }
+  if (in_place) add_zero_tail(desc, routing, args.o, sequence);
   return sequence.status();
 }
 

@@ -87,6 +87,13 @@ void plan_codes_of_dgrads(MoeDesc const& desc, core::WorkspacePlan& plan,
 
 }  // namespace
 
+std::int64_t column_chunk(MoeDesc const& desc) noexcept {
+  constexpr std::int64_t kAligned = 8;  // bf16 in 16 bytes
+  std::int64_t const d = desc.shape.hidden, chunk = desc.column_chunk;
+  if (chunk == 0 || chunk >= d) return d;
+  return chunk < kAligned ? chunk : chunk / kAligned * kAligned;
+}
+
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
   MoeShape const& s = desc.shape;
   std::int64_t const slots = desc.num_slots();
@@ -121,7 +128,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     if (desc.save == SavePolicy::none) out.x8 = plan_codes(s.tokens, s.hidden, false, before_y);
     out.w_up = plan_weight(desc, desc.up_width() * s.intermediate, s.hidden, before_y);
   }
-  out.y = plan.add<std::uint16_t>(slots * s.hidden);
+  out.y = plan.add<std::uint16_t>(slots * column_chunk(desc));
   out.bytes = std::max(plan.bytes(), before_y.bytes());
   return out;
 }
@@ -190,7 +197,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
       out.w_up = plan_weight(desc, width, s.hidden, before_dgrad);
       if (!multiplies_codes_backward(desc)) out.h8 = plan_codes(slots, width, true, before_dgrad);
     }
-    std::int64_t const rows = slots * std::max(whole ? n : 0, s.hidden);
+    std::int64_t const rows = slots * std::max(whole ? n : 0, column_chunk(desc));
     out.a_or_dx = plan.add<std::uint16_t>(std::max(rows, whole ? (packed + 1) / 2 : 0));
     if (whole) out.packed = {out.a_or_dx.offset};
     out.ds_partials = plan.add<float>(slots * score_groups(n));

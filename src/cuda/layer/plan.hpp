@@ -2,6 +2,7 @@
 // The workspace of each pass. The query and the call build the same plan.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -28,6 +29,23 @@ enum TileCounter : int {
   kNumTileCounters
 };
 
+/// Most columns of y or dx rows that exist at a time. At least 8 of them are a multiple of 8, so that the rows of every
+/// chunk are of 16 bytes each where those of all columns are.
+std::int64_t column_chunk(MoeDesc const& desc) noexcept;
+
+/// Columns of d; y and dx rows hold these alone.
+struct Columns {
+  std::int64_t first = 0, count = 0;
+};
+/// body(columns, is_last) for every chunk, first to last.
+template <class Body>
+void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
+  std::int64_t const d = desc.shape.hidden, chunk = column_chunk(desc);
+  for (std::int64_t first = 0; first < d; first += chunk) {
+    body(Columns{first, std::min(chunk, d - first)}, first + chunk >= d);
+  }
+}
+
 /// Regions of token rounding and expert choice.
 struct ChoicePlan {
   core::Region<float> member_scores;  ///< [T,K], token rounding
@@ -50,7 +68,7 @@ struct ForwardPlan {
   core::Region<std::byte> metadata;  ///< metadata_workspace_bytes
   ChoicePlan choice;
   core::Region<std::uint16_t> a,
-      y;  ///< [P,n], [P,d] bf16; y in the place of logits, terms, ids and choice, given ids' metadata
+      y;  ///< [P,n], [P,column_chunk] bf16; y in the place of logits, terms, ids and choice, given ids' metadata
   // These are of a layer that quantises, in place of a: x8 with SavePolicy::none, it and w_up in the place of y.
   CodesRegion x8;            ///< [T,d]
   CodesRegion w_up, w_down;  ///< [E,w,n,d], [E,d,n]
@@ -64,7 +82,7 @@ struct BackwardPlan {
   core::Region<std::uint16_t>
       dh;  ///< [P,w*n] bf16, in the place of h recomputed; absent: the caller's, or h
   core::Region<std::uint16_t>
-      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once; bf16
+      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,column_chunk]: never alive at once; bf16
   core::Region<float> ds_partials;      ///< [P,score_groups(n)]
   core::Region<float> dscores;          ///< [P], with a router
   core::Region<float> row_dlogits;      ///< [P] by row, with a router

@@ -42,11 +42,6 @@ Status check_supported(MoeDesc const& desc) noexcept {
         name_of(kPrecisionNames, desc.precision));
   }
   TESSERA_TRY(check_storage(desc.dtype));
-  if (desc.column_chunk != 0) {
-    return Status::unsupported(
-        "column_chunk=%lld: the CUDA backend makes all columns at once; use 0",
-        static_cast<long long>(desc.column_chunk));
-  }
   return check_router(desc);
 }
 

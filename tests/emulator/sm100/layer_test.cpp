@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -51,7 +52,9 @@ Tensor view(Memory<T> const& memory, DType dtype, std::initializer_list<std::int
 // A layer whose ids and weights the caller gives: its tensors, its passes, and what they should have made.
 class Layer {
  public:
-  explicit Layer(Sizes const& sizes) : s_(sizes) {
+  // column_chunk: as MoeDesc's.
+  explicit Layer(Sizes const& sizes, std::int64_t column_chunk = 0) : s_(sizes) {
+    desc_.column_chunk = column_chunk;
     desc_.shape = {.tokens = s_.tokens,
                    .hidden = s_.hidden,
                    .intermediate = s_.intermediate,
@@ -149,6 +152,21 @@ class Layer {
     expect_close("dw_down", dw_down_, dw_down);
   }
 
+  // The bits of every result, and less memory for them.
+  void expect_bits_of(Layer const& whole) const {
+    auto const same = [](auto const& one, auto const& other) {
+      return std::memcmp(one.get(), other.get(), one.size() * sizeof(*one.get())) == 0;
+    };
+    EXPECT_TRUE(same(o_, whole.o_)) << "o";
+    EXPECT_TRUE(same(dx_, whole.dx_)) << "dx";
+    EXPECT_TRUE(same(dscores_, whole.dscores_)) << "dscores";
+    EXPECT_TRUE(same(dw_up_, whole.dw_up_)) << "dw_up";
+    EXPECT_TRUE(same(dw_down_, whole.dw_down_)) << "dw_down";
+    for (Pass const pass : {Pass::forward, Pass::backward}) {
+      EXPECT_LT(bytes_of(pass), whole.bytes_of(pass));
+    }
+  }
+
  private:
   // A slot that has an expert: h, and what follows from it.
   struct Slot {
@@ -240,6 +258,27 @@ TEST(LayerSm100, ForwardAndBackwardByOneCta) {
 // Enough rows for pairs of CTAs.
 TEST(LayerSm100, ForwardAndBackwardByPairs) {
   expect_right_passes({.tokens = 300, .hidden = 64, .intermediate = 64, .experts = 2, .top_k = 2});
+}
+
+// y and dx rows of some columns at a time, the last ones fewer: nothing is left over or taken twice. 100 are 96.
+TEST(LayerSm100, ColumnsInChunks) {
+  Sizes const sizes{.tokens = 40, .hidden = 136, .intermediate = 72, .experts = 4, .top_k = 2};
+  start_played_cuda({.major = 10, .sm_count = 2});
+  auto const device = DeviceContext::open(0, Unproven::taken);
+  ASSERT_TRUE(device.ok()) << device.status().text();
+  CUstream_st stream;
+  Layer whole(sizes);
+  ASSERT_NO_FATAL_FAILURE(whole.forward(*device.value(), {.native = &stream}));
+  ASSERT_NO_FATAL_FAILURE(whole.backward(*device.value(), {.native = &stream}));
+  for (std::int64_t const chunk : {100, 64, 8}) {
+    SCOPED_TRACE(chunk);
+    Layer chunked(sizes, chunk);
+    ASSERT_NO_FATAL_FAILURE(chunked.forward(*device.value(), {.native = &stream}));
+    chunked.expect_right_output();
+    ASSERT_NO_FATAL_FAILURE(chunked.backward(*device.value(), {.native = &stream}));
+    chunked.expect_right_gradients();
+    chunked.expect_bits_of(whole);
+  }
 }
 
 // Nobody gets such a context without asking for it.

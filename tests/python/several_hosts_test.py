@@ -5,7 +5,9 @@ process's, bits, bytes and refusals."""
 import contextlib
 import dataclasses
 import os
+import pathlib
 import random
+import re
 import time
 import unittest
 from unittest import mock
@@ -225,6 +227,9 @@ class Refusals(unittest.TestCase):
                 ({"max_tokens": 9}, 3, "ValueError", "max_tokens=5 on rank 0, 9 on rank 3: equal on all ranks"),
                 ({"hosts": 1}, 2, "ValueError", "hosts=2 on rank 0, 1 on rank 2"),
                 ({"exchange": "counted"}, 1, "ValueError", "exchange=None on rank 0, counted on rank 1"),
+                ({"overlap": True}, 1, "ValueError", "overlap=False on rank 0, True on rank 1"),
+                ({"hosts": 1, "overlap": True}, 3, None,
+                 "rank 3 cannot join: ValueError: overlap=True: of rows between hosts"),
                 ({"top_k": 7}, 2, "ValueError", "top_k=3 on rank 0, 7 on rank 2"),
                 ({"save": "x"}, 1, "ValueError", "save=h on rank 0, x on rank 1"),
                 ({"exchange": "some"}, 1, None, "rank 1 cannot join: ValueError: exchange='some': choose from static"),
@@ -279,13 +284,40 @@ class Refusals(unittest.TestCase):
                          (2, 1, 2, [0, 1, 2]))
         self.assertEqual((found.name(1), topology.Topology(0, 2, 2).name(1)), ("host 1 (ranks 3-5)", "host 1 (rank 1)"))
 
-    def test_advice(self):
-        """The table of the page: tokens above which FSDP moves less."""
-        for shape, hosts, wanted in (((1536, 256, 128, 8), 2, 6200), ((2048, 768, 128, 8), 8, 6900),
-                                     ((4096, 1536, 128, 8), 2, 37000), ((7168, 2048, 256, 8), 8, 37000)):
-            hidden, intermediate, experts, top_k = shape
-            got = advice.tokens_of_equal_bytes(hidden, intermediate, experts, top_k, 8, hosts)
-            self.assertLess(abs(got - wanted), 0.02 * wanted)
+
+class Page(unittest.TestCase):
+    """Numbers of docs/several-hosts.md, calculated by advice.py for hosts of eight GPUs."""
+
+    SHAPES = {"7B-n256": (1536, 256, 128, 8), "Qwen3-30B": (2048, 768, 128, 8), "Qwen3-235B": (4096, 1536, 128, 8),
+              "DeepSeek-V3": (7168, 2048, 256, 8)}
+
+    def cells(self, name: str) -> list[list[float]]:
+        """Of the page's row with this name, the numbers of each cell."""
+        text = (pathlib.Path(__file__).parents[2] / "docs" / "several-hosts.md").read_text(encoding="utf-8")
+        (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.MULTILINE)
+        return [[float(number) for number in re.sub(r"(?<=\d),(?=\d{3})", "", cell).split(",")]
+                for cell in row.split("|")]
+
+    def test_tokens_of_equal_bytes(self):
+        for hosts in (2, 8):
+            for shape, (said,) in zip(self.SHAPES.values(), self.cells(f"{hosts} hosts"), strict=True):
+                tokens = advice.tokens_of_equal_bytes(*shape, 8, hosts)
+                self.assertLess(abs(tokens - said), 0.02 * said, (hosts, shape))
+
+    def test_bytes_of_gathered_experts(self):
+        said = self.cells("experts of a layer when gathered, bf16, MB per GPU")
+        for (hidden, intermediate, experts, _), (megabytes,) in zip(self.SHAPES.values(), said, strict=True):
+            self.assertEqual(round(2 * 3 * hidden * intermediate * experts / 8 / 1e6), megabytes)
+
+    def test_bytes_and_times(self):
+        for name, (hidden, intermediate, experts, top_k) in self.SHAPES.items():
+            wanted = []
+            for hosts in (2, 4, 8):
+                wanted += [advice.bytes_of_weights(hidden, intermediate, experts, 8, hosts, True),
+                           advice.bytes_of_rows(8192, hidden, experts, top_k, hosts)]
+            for bytes_, (megabytes, milliseconds) in zip(wanted, self.cells(name), strict=True):
+                self.assertEqual(round(bytes_ / 1e6), megabytes, name)
+                self.assertAlmostEqual(bytes_ / 45e6, milliseconds, delta=0.051 if milliseconds < 100 else 0.51)
 
 
 def of_replicas(rank: int) -> tuple:

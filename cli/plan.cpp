@@ -116,12 +116,15 @@ Json memory_json(MoeDesc const& desc) {
   auto const known = [](std::optional<double> const& bytes) {
     return bytes ? whole(*bytes) : Json();
   };
-  for (MemoryPlan const& plan : memory_plans(desc)) {
+  auto const plans = memory_plans(desc);
+  for (MemoryPlan const& plan : plans) {
+    auto const layers = layers_for_lower_peak(plan, plans.front());
     list.push_back({{"policy", plan.policy},
                     {"keeps", plan.keeps},
                     {"saved_bytes", whole(plan.saved)},
                     {"forward_transient_bytes", known(plan.forward_transient)},
-                    {"backward_transient_bytes", known(plan.backward_transient)}});
+                    {"backward_transient_bytes", known(plan.backward_transient)},
+                    {"lower_peak_from_layers", layers ? Json(*layers) : Json()}});
   }
   return list;
 }
@@ -212,11 +215,19 @@ std::string memory_text(MoeDesc const& desc, double layers) {
   std::string text =
       fmt::format("{:<23}{:>10} {:>13} {:>14}", "memory", "saved", "+ in forward", "+ in backward");
   text += layers > 0 ? fmt::format(" {:>16}  keeps\n", "saved, all MoE") : "  keeps\n";
-  for (MemoryPlan const& plan : memory_plans(desc)) {
+  auto const plans = memory_plans(desc);
+  for (MemoryPlan const& plan : plans) {
     text += fmt::format("  {:<21}{:>10} {:>13} {:>14}", plan.policy, bytes_text(plan.saved),
                         known(plan.forward_transient), known(plan.backward_transient));
     if (layers > 0) text += fmt::format(" {:>16}", bytes_text(layers * plan.saved));
     text += fmt::format("  {}\n", plan.keeps);
+  }
+  for (MemoryPlan const& plan : plans) {
+    auto const from = layers_for_lower_peak(plan, plans.front());
+    if (!from || *from == 1) continue;
+    text += fmt::format(
+        "note: {} needs more than {} during backward: a stack peaks lower from {} layers on\n",
+        plan.policy, plans.front().policy, *from);
   }
   return text;
 }

@@ -122,6 +122,13 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
   return plans;
 }
 
+std::optional<std::int64_t> layers_for_lower_peak(MemoryPlan const& plan, MemoryPlan const& base) {
+  double const gained = base.saved - plan.saved;
+  if (!plan.backward_transient || !base.backward_transient || gained <= 0) return std::nullopt;
+  double const more = std::max(0.0, *plan.backward_transient - *base.backward_transient);
+  return static_cast<std::int64_t>(more / gained) + 1;
+}
+
 double routed_rows(MoeDesc const& desc) {
   bool const exact = desc.shape.variable_experts || desc.experts_choose();
   return static_cast<double>(exact ? desc.num_slots() : desc.shape.tokens * desc.shape.top_k);

@@ -23,8 +23,12 @@ struct MemoryPlan {
 };
 
 /// Tessera's policies, then what other implementations keep: counted from their sources, without their
-/// routing tables. Those in FP8 for bf16 layers with d and n in whole blocks of 128; weights given as codes.
+/// routing tables. Those in FP8 for bf16 layers with d and n in whole blocks of 128; weights quantised in the calls.
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc);
+
+/// Counts the equal layers, all alive, from which a stack peaks lower in backward with `plan` than with `base`: a layer
+/// alone may need more. None where it never does, or where bytes are not known.
+std::optional<std::int64_t> layers_for_lower_peak(MemoryPlan const& plan, MemoryPlan const& base);
 
 /// saved_bytes() of a layer whose router.tile is the tile of waste too, without token rounding. Throws CommandError.
 SavedBytes saved_by_layer(MoeDesc desc);

@@ -43,9 +43,9 @@ class Plan(Cli):
 
     def test_memory_in_fp8(self):
         """In MiB: saved by both policies; transient in forward, where weights are quantised, and in backward."""
-        for shape, table in (((24576, 1536, 256, 128, 8), (139, 174, 674, 1035)),
-                             ((32768, 2048, 768, 128, 8), (466, 528, 1414, 2700)),
-                             ((32768, 4096, 1536, 128, 8), (928, 1052, 3212, 6168))):
+        for shape, table, layers in (((24576, 1536, 256, 128, 8), (139, 174, 674, 1035), 3),
+                                     ((32768, 2048, 768, 128, 8), (466, 528, 1414, 2700), 3),
+                                     ((32768, 4096, 1536, 128, 8), (928, 1052, 3212, 6168), 3)):
             names = ("--tokens", "--hidden", "--intermediate", "--experts", "--top-k")
             flags = [text for pair in zip(names, map(str, shape), strict=True) for text in pair]
             layer = self.run_json("plan", *flags, "--dtype", "bf16", "--router", "given")["layer"]
@@ -54,6 +54,12 @@ class Plan(Cli):
             transient = fp8["forward_transient_bytes"], fp8["backward_transient_bytes"]
             of_all = (fp8["saved_bytes"], keeps_x["saved_bytes"], *transient)
             self.assertEqual(tuple(round(value / MIB) for value in of_all), table)
+            own = plans["tessera"]
+            peaks = [[stack * row["saved_bytes"] + row["backward_transient_bytes"] for row in (fp8, own)]
+                     for stack in range(1, 6)]
+            self.assertEqual([low < high for low, high in peaks].index(True) + 1, layers)
+            self.assertEqual(fp8["lower_peak_from_layers"], layers)
+            self.assertEqual((own["lower_peak_from_layers"], plans["megatron"]["lower_peak_from_layers"]), (None, None))
             t, d, n, e, k = shape
             rows = t * k
             self.assertEqual(fp8["saved_bytes"], 33 * (t * d + 2 * rows * n) // 32 + 16 * rows + 4 * (e + 1))

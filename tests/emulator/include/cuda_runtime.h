@@ -62,8 +62,8 @@ inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(va
 
 // Behind what the stream has: the first thread of each CTA looks, so that the others need no turns. Stores that a
 // kernel has not awaited may land later.
-inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned cluster, unsigned threads,
-                      std::size_t shared_bytes, std::function<void()> body) {
+inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned threads,
+                      std::size_t shared_bytes, std::function<void()> body, unsigned cluster = 1) {
   if (stream == nullptr) {
     tessera::emulator::launch(ctas, cluster, threads, shared_bytes, std::move(body));
     return;
@@ -86,8 +86,9 @@ cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(
       cluster = config->attrs[i].val.clusterDim.x;
     }
   }
-  launch_in(config->stream, config->gridDim.x, cluster, config->blockDim.x,
-            config->dynamicSmemBytes, [=] { kernel(params...); });
+  launch_in(
+      config->stream, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
+      [=] { kernel(params...); }, cluster);
   return cudaSuccess;
 }
 
@@ -99,7 +100,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, v
     return std::tuple<Params...>(*static_cast<Params*>(arguments[kIndex])...);
   };
   auto const params = read(std::index_sequence_for<Params...>());
-  launch_in(stream, grid.x, 1, block.x, shared_bytes, [=] { std::apply(kernel, params); });
+  launch_in(stream, grid.x, block.x, shared_bytes, [=] { std::apply(kernel, params); });
   return cudaSuccess;
 }
 // All CTAs are resident in any case.

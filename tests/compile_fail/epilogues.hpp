@@ -33,10 +33,10 @@ struct Store {
   void store(Accumulators&, WorkTile const&, int) {}
 };
 struct TileBegin {
-  void begin(WorkTile const&) {}
+  void begin(WorkTile const&, uint32_t) {}
 };
 struct TileStore {
-  void store(WorkTile const&, int) {}
+  void store(WorkTile const&, int, uint32_t) {}
 };
 struct RingStore {
   void store(Accumulators&, WorkTile const&, int, Ring&) {}

@@ -39,10 +39,10 @@ class ActivationE4m3Epilogue {
     static_assert(Function::kGated && kGemm.b_halves() == 2);
   }
 
-  __device__ __forceinline__ void begin(WorkTile const&) const {}
+  __device__ __forceinline__ void begin(WorkTile const&, uint32_t) const {}
 
   // The warp's 16 rows, four at a time.
-  __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
+  __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t) {
     held_.of(consumer);
     row_ = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
     end_ = tile.end;

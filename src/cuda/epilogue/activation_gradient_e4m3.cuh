@@ -43,6 +43,7 @@ class ActivationGradientE4m3Epilogue {
   static constexpr GemmConfig kGemm = Core::kGemm;
   static constexpr EpilogueMode kMode = EpilogueMode::kApart;
   static constexpr int kRowNumbers = 5;  // a score, and scales of g and u in either column group
+  static constexpr uint32_t kTurnBytes = kRowNumbers * kGemm.tile.m * sizeof(float);
   using HeldTile = typename Core::HeldTile;
   using Params = ActivationGradientE4m3Params;
 
@@ -54,12 +55,12 @@ class ActivationGradientE4m3Epilogue {
   }
 
   // A lane asks for one of the warp's 16 rows of either consumer.
-  __device__ __forceinline__ void begin(WorkTile const& tile) const {
+  __device__ __forceinline__ void begin(WorkTile const& tile, uint32_t turn) const {
     int const lane = arch::lane_idx();
     int const row = lane / 16 * kSubtileM + arch::warp_in_warpgroup() * kWarpRows + lane % 16;
     int const of_all = tile.row + row;
     if (of_all < tile.end) {
-      uint32_t const to = smem_numbers_ + row * sizeof(float);
+      uint32_t const to = smem_numbers_ + turn * kTurnBytes + row * sizeof(float);
       uint8_t const* const gmem_codes =
           p_.gmem_h + int64_t{of_all} * (2 * p_.columns) + tile.n_tile * kGemm.tile.n;
       float const* const gmem_scales =
@@ -81,11 +82,12 @@ class ActivationGradientE4m3Epilogue {
   }
 
   // The warp's 16 rows of one column group, then of the other, two at a time.
-  __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
+  __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t turn) {
     held_.of(consumer);
     place_ = held_.group_place();
     row_ = consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows + place_.row;
-    arch::cp_async_wait<0>();
+    smem_own_ = smem_numbers_ + turn * kTurnBytes + row_ * sizeof(float);
+    if (consumer == 0) arch::cp_async_wait<0>();  // later ones may be of the next tile
     __syncwarp();
 #pragma unroll 1
     for (int group = 0; group < groups_of(tile); ++group) {
@@ -135,7 +137,7 @@ class ActivationGradientE4m3Epilogue {
 
   __device__ __forceinline__ void differentiate(WorkTile const& tile, int group, int piece,
                                                 Codes const& h) const {
-    uint32_t const numbers = smem_numbers_ + (row_ + 2 * piece) * sizeof(float);
+    uint32_t const numbers = smem_own_ + 2 * piece * sizeof(float);
     float const s = arch::load_shared_4(numbers);
     float const scale_g = arch::load_shared_4(numbers + place_of_scale(group, 0));
     float const scale_u = arch::load_shared_4(numbers + place_of_scale(group, 1));
@@ -231,7 +233,8 @@ class ActivationGradientE4m3Epilogue {
   HeldTile held_;
   uint32_t smem_numbers_;
   typename HeldTile::GroupPlace place_ = {};
-  int row_ = 0;  // this lane's in piece 0, of the tile
+  int row_ = 0;            // this lane's in piece 0, of the tile
+  uint32_t smem_own_ = 0;  // numbers of that row
 };
 
 }  // namespace tessera::cuda::gemm

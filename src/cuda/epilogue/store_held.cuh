@@ -26,10 +26,10 @@ class StoreHeld {
     static_assert(kGemm.b_halves() == 1);
   }
 
-  __device__ __forceinline__ void begin(WorkTile const&) const {}
+  __device__ __forceinline__ void begin(WorkTile const&, uint32_t) const {}
 
   // The warp's 16 rows, four at a time.
-  __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
+  __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t) {
     held_.of(consumer);
     bool const is_whole = (tile.n_tile + 1) * kGemm.tile.n <= p_.columns;
     int const first = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;

@@ -18,10 +18,10 @@ struct ScaleParams {
   int b_blocks;  // of 128 rows of B; an odd number: the last tile has one
 };
 
-// Numbers of each row of a tile that the storing warpgroup asks for.
+// Numbers of each row of two tiles, in turns, that the storing warpgroup asks for.
 template <int kNumbers, int kRows>
 struct RowNumbers {
-  alignas(16) float rows[kNumbers][kRows];
+  alignas(16) float rows[2][kNumbers][kRows];
 };
 template <int kRows>
 struct RowNumbers<0, kRows> {};

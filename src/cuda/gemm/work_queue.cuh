@@ -65,6 +65,16 @@ class WorkQueue {
     return true;
   }
 
+  // The tile that read() gives next, or false after the last one.
+  __device__ __forceinline__ bool peek(WorkTile& tile) const {
+    static_assert(!kGemm.keeps_b() && kGemm.cluster_m() == 1);
+    arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
+    int4 const message = smem_.work[slot_];
+    if (message.y == kNoTile) return false;
+    place(tile, message);
+    return true;
+  }
+
  private:
   // `tile` is the one read before.
   __device__ __forceinline__ void next_of_run(WorkTile& tile) {

@@ -13,9 +13,10 @@
 //   keep(acc, tile, row)                         x       after the k loop: holds 64 rows, and frees the accumulators
 //   work(piece)                                  x       pieces 0, 1, .. of what it holds, under the next k loop
 //   drain()                          x     x     x       once, when there is no tile left and nothing is held
-//   begin(tile)                        apart             by the storing warpgroup, before the tile's rows are held:
-//                                                        asks for what the epilogue reads
-//   store(tile, consumer)              apart             by the same, once for the rows of each consumer; mode apart
+//   begin(tile, turn)                  apart             by the storing warpgroup, before the tile's rows are held, or
+//                                                        the second half of the tile before is stored: asks for what
+//                                                        the epilogue reads. turn: 0 and 1, of tiles in turns
+//   store(tile, consumer, turn)        apart             by the same, once for the rows of each consumer; mode apart
 //                                                        has no other hooks
 //   lend(smem, p, stage, tile, i)          x             static, by one thread of the producer: fills the tile's i-th
 //                                                        lent stage, or leaves it; arrives on full[stage] once
@@ -49,12 +50,12 @@ concept HasRingStore = requires(E& e, Acc& acc, WorkTile const& tile, int row, R
   { e.store(acc, tile, row, ring) } -> std::same_as<void>;
 };
 template <class E>
-concept HasTileBegin = requires(E& e, WorkTile const& tile) {
-  { e.begin(tile) } -> std::same_as<void>;
+concept HasTileBegin = requires(E& e, WorkTile const& tile, uint32_t turn) {
+  { e.begin(tile, turn) } -> std::same_as<void>;
 };
 template <class E>
-concept HasTileStore = requires(E& e, WorkTile const& tile, int consumer) {
-  { e.store(tile, consumer) } -> std::same_as<void>;
+concept HasTileStore = requires(E& e, WorkTile const& tile, int consumer, uint32_t turn) {
+  { e.store(tile, consumer, turn) } -> std::same_as<void>;
 };
 template <class E>
 concept HasSettle = requires(E& e) {
@@ -99,11 +100,11 @@ consteval bool keeps_contract() {
 
     constexpr bool kApart = kMode == EpilogueMode::kApart;
     static_assert(!kApart || HasTileBegin<E>,
-                  "epilogue contract: mode apart calls `void begin(WorkTile const&)`; declare it, "
-                  "empty if nothing is read");
+                  "epilogue contract: mode apart calls `void begin(WorkTile const&, uint32_t "
+                  "turn)`; declare it, empty if nothing is read");
     static_assert(!kApart || HasTileStore<E>,
                   "epilogue contract: mode apart calls `void store(WorkTile const&, int "
-                  "consumer)`; declare it, or another mode");
+                  "consumer, uint32_t turn)`; declare it, or another mode");
     static_assert(
         !kApart || !(HasBegin<E> || HasSettle<E> || HasKeep<E, Acc> || HasWork<E> || HasDrain<E>),
         "epilogue contract: mode apart calls begin() and store() of a tile alone; remove the other "

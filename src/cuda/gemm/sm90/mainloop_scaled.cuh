@@ -132,7 +132,8 @@ __device__ __forceinline__ void consume_scaled(ScaledStorage<kGemm>& smem, GemmP
   }
 }
 
-// Stores what consumers hold: a warp the rows of the same warp of either.
+// Stores what consumers hold: a warp the rows of the same warp of either. An epilogue that reads asks for a tile's
+// when half of the one before has been stored.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
                                              typename Epilogue::Params const& epilogue_params) {
@@ -142,19 +143,27 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
   WorkQueue<kGemm> queue(smem);
   WorkTile tile;
   uint32_t phases = 0;  // of held[], a bit for either consumer
+  uint32_t turn = 0;
+  bool is_begun = false;
   while (queue.read(tile)) {
     Epilogue epilogue(smem, epilogue_params);
-    epilogue.begin(tile);
+    if (!is_begun) epilogue.begin(tile, turn);
 #pragma unroll 1
     for (int consumer = 0; consumer < 2 && tile.rows > consumer * kSubtileM; ++consumer) {
       int const warp = 4 * consumer + arch::warp_idx() % 4;
       arch::mbarrier_wait(&smem.held[warp], phases >> consumer & 1);
       phases ^= 1u << consumer;
-      epilogue.store(tile, consumer);
+      epilogue.store(tile, consumer, turn);
       __syncwarp();
       if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.stored[warp]);
       __syncwarp();
+      if (kGemm.epilogue.row_numbers != 0 && consumer == 0) {
+        is_begun = true;
+        WorkTile ahead;
+        if (queue.peek(ahead)) epilogue.begin(ahead, turn ^ 1);
+      }
     }
+    turn ^= 1;
   }
 }
 

@@ -129,7 +129,8 @@ class Backward {
     launch(down);
     int sms = 0;
     require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "attribute");
-    require(cuda::launch_up_projection_dgrad_e4m3_config<cuda::UpProjectionDgradE4m3Config>(
+    require(cuda::launch_up_projection_dgrad_e4m3_config<
+                cuda::UpProjectionDgradE4m3Config<cuda::RouterPart::kNone>>(
                 {.gmem_dh = dh8.as<void>(),
                  .gmem_dh_scales = dh8_scales.as<float>(),
                  .gmem_expert_offsets = offsets.as<int>(),

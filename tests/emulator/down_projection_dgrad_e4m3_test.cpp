@@ -74,7 +74,7 @@ class Problem {
     for (std::int64_t i = 0; i < rows_ * 2 * n_; ++i) h_[i] = code_at(3 * i + i / (2 * n_));
     for (std::int64_t block = 0; block < 2 * n_ / kBlock; ++block) {
       for (std::int64_t r = 0; r < rows_; ++r) {
-        h_scales_[block * pitch() + r] = scale_at(7 * r + 5 * block, -6);
+        h_scales_[block * pitch() + r] = scale_at(7 * r + 6 * block, -6);
       }
     }
     if (kNanRow < rows_) h_scales_[kNanRow] = std::numeric_limits<float>::quiet_NaN();

@@ -3,7 +3,7 @@
 // warpgroup that stores. docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
-#include "gemm.hpp"
+#include "gemm_backward.hpp"
 
 namespace tessera::cuda {
 
@@ -36,7 +36,9 @@ struct DownProjectionFwdE4m3Config {
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 
+template <RouterPart kRouterPart>
 struct UpProjectionDgradE4m3Config {
+  static constexpr bool router_part = kRouterPart == RouterPart::kAdded;
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 

@@ -111,10 +111,15 @@ def _dispatch(session: Session, x, second_x, topk_ids, tables: Tables, may_overf
     return rows, second_rows
 
 
+def uses_side_stream(x: torch.Tensor) -> bool:
+    """Whether rows may come and go on the side stream: on a GPU, in a step that a graph captures, too."""
+    return x.is_cuda
+
+
 def _dispatch_on_side_stream(session: Session, x, second_x, topk_ids, tables: Tables, may_overflow: bool) -> tuple:
     """(rows, second_rows): second_rows come on the side stream while the current one goes on, until the next combine on
     the side stream has begun."""
-    uses_side = x.is_cuda and not captures()
+    uses_side = uses_side_stream(x)
     if uses_side:
         with session.side.fork():
             second_x = session.place("second_input")[:x.shape[0]].copy_(second_x)
@@ -281,7 +286,7 @@ def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows,
     dscores = x.new_empty(topk_ids.shape, dtype=torch.float32) if needs[2] else None
     # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.
     bits = sum(1 << bit for bit, name in enumerate(GRADIENTS) if _wants(name, needs))
-    with session.side.call(bool(bits) and x.is_cuda and not captures()) as how:
+    with session.side.call(bool(bits) and uses_side_stream(x)) as how:
         combine(session, dx_rows, tables, dx, row_dscores=row_dscores[0] if row_dscores else None, dscores=dscores,
                 **how)
     made = {}

@@ -4,6 +4,7 @@
 Groups of GPUs: cuda_expert_parallel_training_test.py.
 """
 
+import contextlib
 import ctypes
 import unittest
 from unittest import mock
@@ -363,6 +364,52 @@ class OnCpu(unittest.TestCase):
             first = torch.autograd.grad(o.sum(), (x, w_up), retain_graph=True)
             again = torch.autograd.grad(o.sum(), (x, w_up))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
+
+    def test_the_side_stream(self):
+        """Rows of x come and those of dx go on it, in a captured step, too, with a bound of rows."""
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 300)
+        session, fake, made = cpu_session(max_rows=900), OneRank(8), []
+        window = torch.zeros(300, 64, dtype=torch.bfloat16)
+        session.place = lambda name: window
+
+        class Side:
+            @contextlib.contextmanager
+            def call(self, wanted):
+                made.append(wanted)
+                yield {"options": (("sms", 24),), "begun": 99} if wanted else {}
+
+            fork, join = staticmethod(contextlib.nullcontext), staticmethod(lambda: None)
+
+        def noted(name, kind):
+            def call(handle, address, stream):
+                args = kind.from_address(address)
+                made.append((name, args.sms, args.begun))
+                return getattr(OneRank, f"tessera_expert_parallel_{name}")(fake, handle, address, stream)
+
+            return call
+
+        session.side = Side()
+        fake.tessera_expert_parallel_dispatch = noted("dispatch", structs.DispatchArgs)
+        fake.tessera_expert_parallel_combine = noted("combine", structs.CombineArgs)
+        wanted_o = tessera.routed_experts(x, ids, scores, w_up, w_down)
+        wanted = torch.autograd.grad(wanted_o.sum(), (x, scores, w_up, w_down))
+        for captured in (False, True):
+            made.clear()
+            window.zero_()
+            with mock.patch.object(training, "uses_side_stream", return_value=True), \
+                    mock.patch.object(training, "captures", return_value=captured), \
+                    mock.patch.object(training, "SIDE_STREAM_BYTES", 0), \
+                    mock.patch.object(session_module, "load", return_value=fake):
+                o = training.run(session, 0, x, ids, scores, w_up, w_down)
+                got = torch.autograd.grad(o.sum(), (x, scores, w_up, w_down))
+            self.assertEqual(made, [("dispatch", 0, None), True, ("dispatch", 24, 99), True, ("combine", 24, 99)])
+            self.assertTrue(torch.equal(window, x))
+            self.assert_near(got, wanted)
+
+    def test_a_captured_step_has_a_side_stream(self):
+        with mock.patch.object(training, "captures", return_value=True):
+            self.assertTrue(training.uses_side_stream(mock.Mock(is_cuda=True)))
+            self.assertFalse(training.uses_side_stream(mock.Mock(is_cuda=False)))
 
     def test_forward_runs_again_with_less_memory(self):
         """With activation checkpointing: another pass of the layer has had few rows in between."""

@@ -47,6 +47,7 @@ inline constexpr BenchConfig kBenchConfigs[] = {
     {"Qwen3Next", bench_shape(32768, 2048, 512, 512, 10)},
     {"Qwen3-30B", bench_shape(32768, 2048, 768, 128, 8)},
     {"OLMoE", bench_shape(32768, 2048, 1024, 64, 8)},
+    {"d2560-n1280", bench_shape(16384, 2560, 1280, 64, 4)},
     {"DSv3", bench_shape(32768, 7168, 2048, 256, 8)},
     {"gpt-oss-20b", bench_shape(32768, 2880, 2880, 32, 4), ActivationKind::clamped_swiglu, true,
      kGptOssLayout},

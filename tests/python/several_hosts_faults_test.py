@@ -246,6 +246,17 @@ class Watched(unittest.TestCase):
                 hosts_experts.HostsExperts.check(experts)
             self.assertIn(says, str(raises.exception))
 
+    def test_places_in_other_sources_are_left_out(self):
+        for error, left in (
+                ("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 2000ms for "
+                 "send operation to complete", "Timed out waiting 2000ms for send operation to complete"),
+                ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:4255, remote process exited "
+                 "or there was a network error, NCCL version 2.28.9\nLast error:\nsocket",
+                 "remote process exited or there was a network error, NCCL version 2.28.9")):
+            told = failing()
+            told.fail("rows", 1, error, told.moment)
+            self.assertIn(f"rank 1 of host 1 (rank 1) did not come ({left}); ", told.failure)
+
     def test_abort_ends_all_of_it(self):
         late = mock.Mock(abort=mock.Mock(side_effect=RuntimeError("abort timed out")))
         experts, other = mock.Mock(device=torch.device("cuda", 0)), mock.Mock()

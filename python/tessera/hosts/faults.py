@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import distributed
 
-# Errors of gloo and NCCL name a place in their sources so.
-_PLACE = re.compile(r"\[[^\]]*:\d+\] ")
+# Errors of gloo, and of NCCL as torch has them, name a place in their sources so.
+_PLACE = re.compile(r"\[[^\]]*:\d+\] |NCCL error in: \S+:\d+, ")
 # Seconds that a rank which has failed waits for what others have reported: the store may be where a rank has died. For
 # REPORT_SECONDS of these it waits for those that are about to fail, too.
 STORE_SECONDS = 2

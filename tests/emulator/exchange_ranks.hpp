@@ -319,7 +319,7 @@ class Ranks {
     if (error != cudaSuccess && wrong_.empty()) wrong_ = "not launched";
   }
   void step(int r, std::function<void()> work) {
-    launch_in(&rank(r).stream, 1, 1, 1, 0, std::move(work));
+    launch_in(&rank(r).stream, 1, 1, 0, std::move(work));
   }
   template <class Check>
   void look(Pass const& pass, int r, Check check) {

@@ -222,6 +222,55 @@ TEST(ChooseTokensAsOnCpu, ExpertsThatChoose) {
   }
 }
 
+// scan and emit alone, with as many experts as there may be: of every token the members stay, which it has among the
+// first, the last and the others, and where there is none.
+TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
+  constexpr std::int64_t kTokens = 41, kExperts = kMaxChoosingExperts, kSlots = 400;
+  auto const stays = [](std::int64_t t, std::int64_t e) {
+    return t % 5 != 3 && (e == 0 || e == kExperts - 1 || (e * 7 + t) % 5003 == 0);
+  };
+  std::vector<std::uint64_t> memory(choose_tokens_workspace_bytes(kTokens, kExperts) / 8 + 1);
+  std::vector<std::int32_t> offsets(kTokens + 1, kUntouched), ids(kSlots, kUntouched);
+  std::vector<float> scores(kSlots, kUntouched);
+  ChooseTokensArguments args{};
+  args.tokens = kTokens;
+  args.experts = kExperts;
+  args.slots = kSlots;
+  args.router.route_scale = 2;
+  args.gmem_token_offsets = offsets.data();
+  args.gmem_ids = ids.data();
+  args.gmem_scores = scores.data();
+  args.gmem_workspace = memory.data();
+  ChoiceWorkspace const workspace = ChoiceWorkspace::of(args);
+  std::vector<std::int32_t> expected_offsets{0}, expected_ids;
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    for (std::int64_t e = 0; e < kExperts; ++e) {
+      workspace.gmem_ranks[e * kTokens + t] = core::pair_rank(stays(t, e), 0.25f);
+      workspace.gmem_cuts[e] = pair_order(core::pair_rank(true, 0.0f), kTokens);
+      if (!stays(t, e)) continue;
+      ++workspace.gmem_block_slots[t / kChoiceBlockTokens];
+      expected_ids.push_back(static_cast<std::int32_t>(e));
+    }
+    expected_offsets.push_back(static_cast<std::int32_t>(expected_ids.size()));
+  }
+  ASSERT_GT(expected_ids.size(), 100u);
+  std::size_t const used = expected_ids.size();
+  expected_ids.resize(kSlots, -1);
+  using Config = ChooseTokensConfig;
+  CUstream_st stream;
+  ASSERT_EQ(host::launch_early(choose_tokens_scan<Config>, false, 1, Config::kScanThreads, 0,
+                               &stream, args),
+            cudaSuccess);
+  ASSERT_EQ(host::launch_early(choose_tokens_emit<Config>, false, 2,
+                               Config::kCtaWarps * arch::kWarpThreads,
+                               ChoicePart<Config>::kept_bytes(kExperts), &stream, args),
+            cudaSuccess);
+  ASSERT_EQ(emulator::run({.seed = 4, .burst = 8}), "");
+  EXPECT_EQ(offsets, expected_offsets);
+  EXPECT_EQ(ids, expected_ids);
+  for (std::size_t i = 0; i < kSlots; ++i) ASSERT_EQ(scores[i], i < used ? 0.5f : 0.0f) << i;
+}
+
 // Ranks that the threads of a CTA have several of, all of them in question: with equal logits no thread's nearest
 // rank tells anything.
 TEST(ChooseTokensAsOnCpu, ManyTokens) {

@@ -74,11 +74,14 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, uns
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* found);
 cudaError_t cudaGetLastError();
-// At once: in front of all launches.
+#ifdef TESSERA_PLAYED_CUDA  // sm100/layer_cuda.cpp has it: in its place among the launches
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream);
+#else  // at once: in front of all launches
 inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
+#endif
 
 // Devices and pinned memory, for what opens a context.
 struct cudaDeviceProp {
@@ -97,7 +100,6 @@ char const* cudaGetErrorString(cudaError_t error);
 
 // For what lays a call out on a stream.
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
-cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, void const* from,
                               std::size_t from_pitch, std::size_t row_bytes, std::size_t rows,
                               cudaMemcpyKind kind, cudaStream_t stream);

@@ -192,6 +192,7 @@ _FACTORIES = {
     NO_EXPERTS: _no_experts,
 }
 NAMES = tuple(_FACTORIES)
+COMPILE_FOR_MINUTES = ("sonicmoe", "sonicmoe-layer")  # at their first call, into a cache that later processes read
 PACKAGES = {"tessera": "tessera-moe", "tessera-layer": "tessera-moe", "hf-grouped-mm": "transformers",
             "hf-eager": "transformers", "sonicmoe": "sonic-moe", "sonicmoe-layer": "sonic-moe",
             "scattermoe": "scattermoe", "liger-triton": "liger-kernel"}

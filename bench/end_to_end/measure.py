@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,9 @@ def arguments():
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the warm-up")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no round starts after so many; two are done")
     parser.add_argument("--check-tokens", type=int, default=4096, help="of the check before anything is timed")
+    parser.add_argument("--compile-seconds", type=float, default=400.0, help="of a library whose first call compiles "
+                        "for minutes: a process of its own runs before all, and the library is left out if that takes "
+                        "longer")
     parser.add_argument("--profile", action="store_true", help="split steps by kinds of kernels (on GPUs), and "
                         "time the experts alone")
     parser.add_argument("--regime", default="", help="of the rows; by itself R0, R1 with batches of their own, R2 with "
@@ -68,6 +72,26 @@ def batches(names: list[str], text: str) -> dict[str, int]:
     return {name: int(given[name]) for name in names}
 
 
+def compiled_beforehand(name: str, a) -> str:
+    """Fills the library's cache by check.py in a process of its own, so that the ranks do not all compile; returns why
+    the library is to be left out, or nothing. What takes too long is ended with all that it has started."""
+    command = [sys.executable, str(pathlib.Path(__file__).parent / "check.py"), name, "--config", a.config, "--tokens",
+               str(a.check_tokens)]
+    alone = {key: value for key, value in os.environ.items()
+             if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    process = subprocess.Popen(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               start_new_session=True)
+    try:
+        told = process.communicate(timeout=a.compile_seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"its first call did not end within --compile-seconds {a.compile_seconds:.0f}"
+    if process.returncode == 0:
+        return ""
+    return f"a process of it ended with status {process.returncode}: " + " ".join(told.split())[-300:]
+
+
 def chosen(a, c, here) -> tuple[dict, dict]:
     """Errors of the implementations that run here and pass the check, reasons of those that do not."""
     passed, left_out = {}, {}
@@ -75,7 +99,12 @@ def chosen(a, c, here) -> tuple[dict, dict]:
     for name in dict.fromkeys([*a.experts.split(","), experts.BASELINE]):
         wanted = name in a.experts.split(",")
         apart, reason = {}, ""
+        if name in experts.COMPILE_FOR_MINUTES and here.rank == 0:
+            reason = compiled_beforehand(name, a)
+        reason = first_reason(here, reason)  # the others wait for the first rank
         try:
+            if reason:
+                raise experts.Unavailable(reason)
             experts.load(name)
             if name != experts.NO_EXPERTS:
                 apart = experts.checked(name, c.hidden, c.intermediate, c.experts, c.top_k, a.check_tokens,
@@ -88,9 +117,7 @@ def chosen(a, c, here) -> tuple[dict, dict]:
             reason = str(error)
         except Exception as error:  # a peer's kernels may end in anything; it is named and left out
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        reasons = [None] * here.count
-        dist.all_gather_object(reasons, reason)
-        reason = next(filter(None, reasons), "")  # left out everywhere or nowhere
+        reason = first_reason(here, reason)  # left out everywhere or nowhere
         if reason:
             here.say(f"left out: {name}: {reason}")
             left_out[name] = reason
@@ -102,6 +129,13 @@ def chosen(a, c, here) -> tuple[dict, dict]:
     if not passed:
         raise training.Stop(f"--experts {a.experts}: none of them runs here; see the lines above")
     return passed, left_out
+
+
+def first_reason(here, reason: str) -> str:
+    """The one of the first rank that has one, on all ranks."""
+    reasons = [None] * here.count
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), "")
 
 
 def gpu_state(here) -> dict:
@@ -167,8 +201,8 @@ class Timer:
                 **({"sm_mhz": slowest_clock, "watts": clocks["watts"], "driver": clocks["driver"]} if clocks else {})}
 
 
-def measure(a, timer: Timer, names: list[str], start: float) -> list[dict]:
-    """Rounds of a block of each implementation, shuffled alike on all ranks."""
+def measure(a, timer: Timer, names: list[str], start: float, after_round) -> list[dict]:
+    """Rounds of a block of each implementation, shuffled alike on all ranks; after_round(rounds so far)."""
     order, rounds, here = random.Random(a.seed), [], timer.here
     for number in range(a.rounds):
         if number >= 2 and here.worst(split.now() - start)[0] > a.seconds:
@@ -179,6 +213,7 @@ def measure(a, timer: Timer, names: list[str], start: float) -> list[dict]:
         rounds.append(blocks)
         here.say(f"round {number + 1}: " + "  ".join(f"{name} {statistics.median(blocks[name]['ms']):.2f} ms"
                                                      for name in sorted(blocks)))
+        after_round(rounds)
     return rounds
 
 
@@ -273,8 +308,17 @@ def run(a) -> None:
         here.say(f"warm after {split.now() - start:.0f} s" + (f", loss {loss.item():.3f}" if a.warm_up else "")
                  + f", busiest expert of a layer {max(loads):.2f} x mean")
         refuse_collapsed(max(loads), a)
-        rounds = measure(a, timer, list(names), start)
         splits, alone = {}, {}
+
+        def keep(rounds) -> list:
+            """Writes what is known, as a limit of time may end this any moment."""
+            if here.rank != 0:
+                return []
+            table = rows(a, c, here, rounds, passed, sequences, loads, splits, alone)
+            write(a, here, data, table, rounds, left_out)
+            return table
+
+        rounds = measure(a, timer, list(names), start, keep)
         for name in ["", *names] if a.profile else [""]:
             if name:
                 timer.use(name)
@@ -283,9 +327,7 @@ def run(a) -> None:
                 alone[name] = here.worst(split.alone(trainer.model, training.load(name),
                                                      lambda name=name: timer.step(name, 10_000),
                                                      {0, c.layers // 2, c.layers - 1}))[0]
-            if here.rank == 0:  # before the first profile and after each: a limit of time may end this any moment
-                table = rows(a, c, here, rounds, passed, sequences, loads, splits, alone)
-                write(a, here, data, table, rounds, left_out)
+            table = keep(rounds)
         if here.rank == 0:
             for row in table:
                 ratio = next(value for key, value in row.items() if key.startswith("times_faster"))

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // down_projection_dgrad of sm_100a: t = dO[gather_index] @ w_down[e] stays in tensor memory; with s the row's score,
 //   ds partial = <t, act(h)>,  dh = J_act(h)^T (s t),  a' = s act(h)
-// Compiled and emulated, never run on hardware; no call of the library selects it.
+// Compiled and emulated, never run on hardware; no library has it.
 // Shapes   dO (T,d) bf16, w_down (E,d,n) in any layout of WeightRows, h and dh (R,w*n) as [gate half | up half], a'
 //          (R,n), ds partials (R, n/128) fp32; w = 2 for gated activations, 1 otherwise
 // Work     2*R*n*d FLOP; bytes: dO T*d..R*d, w_down E*n*d, h w*R*n, dh w*R*n, a' R*n, 2 each
-// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile) of 128 x 256 by one CTA; two accumulators in
-//          tensor memory, so that a tile is differentiated and stored under the next one's k loop
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), 128 rows by one CTA or 256 by a pair; two
+//          accumulators in tensor memory, so that a tile is differentiated and stored under the next one's k loop
 //     warps 4-7  gather   | fill s0 | fill s1 | ..              (wait empty; cp.async of dO, TMA of w_down)
 //     warp 8     multiply | tile 0 k loop | tile 1 k loop | ..  (wait full, acc_empty; commit to empty, acc_full)
 //     warps 0-3  epilogue | load h 0, 1   | differentiate, store 0 | ..  (wait acc_full, loads; arrive acc_empty)
@@ -29,16 +29,28 @@ namespace tessera::cuda {
 
 static_assert(kScoreGroup == gemm::kGroupColumns);
 
-// h in two buffers and a' are five slabs of each warp, or three without a gate: three stages are left.
+// Slabs of each warp: h in two buffers, and a'.
+template <ActivationKind kKind>
+constexpr int kGradientSlabs = Activation{.kind = kKind}.gated() ? 5 : 3;
+
 template <ActivationKind kKind, gemm::Major kMajor>
 struct DownProjectionDgradSm100 {
   static constexpr ActivationKind activation = kKind;
-  static constexpr gemm::GemmConfig gemm{
-      .stages = 3,
-      .consumer_warpgroups = 1,
-      .a = {.loader = gemm::Loader::kGather},
-      .b = {.major = kMajor},
-      .epilogue = {.slabs = Activation{.kind = kKind}.gated() ? 5 : 3}};
+  static constexpr gemm::GemmConfig gemm{.stages = 3,
+                                         .consumer_warpgroups = 1,
+                                         .a = {.loader = gemm::Loader::kGather},
+                                         .b = {.major = kMajor},
+                                         .epilogue = {.slabs = kGradientSlabs<kKind>}};
+};
+template <ActivationKind kKind, gemm::Major kMajor>
+struct DownProjectionDgradSm100Pair {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::GemmConfig gemm{.stages = 4,
+                                         .consumer_warpgroups = 1,
+                                         .a = {.loader = gemm::Loader::kGather},
+                                         .b = {.major = kMajor},
+                                         .cluster = {2, gemm::Sharing::kMulticast},
+                                         .epilogue = {.slabs = kGradientSlabs<kKind>}};
 };
 
 struct DownProjectionDgradSm100Params {

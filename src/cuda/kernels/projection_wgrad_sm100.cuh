@@ -2,13 +2,14 @@
 // down_projection_wgrad and up_projection_wgrad of sm_100a, one kernel: for every expert e and half
 //   dW[half][e](i, c) = sum over rows r of e, ascending, of right[r, half*n + i] * left[gather_index[r], c]
 // dw_down: left = dO, right = a'; dw_up: left = x, right = dh.
-// Compiled and emulated, never run on hardware; no call of the library selects it.
+// Compiled and emulated, never run on hardware; no library has it.
 // Shapes   left (T,d) bf16, right (R,halves*n), dW (E, halves*n x d elements) in any layout of WeightRows, bf16 or
 //          fp32
 // Work     2*halves*R*n*d FLOP; bytes: left 2*T*d..2*R*d, right 2*halves*R*n, dW 2 or 4 times halves*E*n*d, twice
 //          that to read when adding
-// Schedule persistent, 1 CTA/SM; varlen-K: work tile = (expert, 128 of d, 256 of halves*n), k = the expert's rows; two
-//          accumulators in tensor memory, so that a tile is stored under the next one's k loop
+// Schedule persistent, 1 CTA/SM; varlen-K: work tile = (expert, 128 of d by one CTA or 256 by a pair, 256 of halves*n),
+//          k = the expert's rows; two accumulators in tensor memory, so that a tile is stored under the next one's k
+//          loop
 //     warps 4-7  gather   | fill s0 | fill s1 | ..              (wait empty; cp.async of left, ragged TMA of right)
 //     warp 8     multiply | tile 0 k loop | tile 1 k loop | ..  (wait full, acc_empty; commit to empty, acc_full)
 //     warps 0-3  epilogue |               | store tile 0  | ..  (wait acc_full; arrive acc_empty)
@@ -37,6 +38,20 @@ struct ProjectionWgradSm100 {
       .ragged = gemm::Ragged::kK,
       .a = {.loader = gemm::Loader::kGather, .major = gemm::Major::kRows},
       .b = {.major = gemm::Major::kRows}};
+};
+
+// CTAs of a pair have neighbours along d, 128 each, and each CTA loads half of `right`.
+template <gemm::Major kMajor, bool kFp32>
+struct ProjectionWgradSm100Pair {
+  static constexpr gemm::Major d_major = kMajor;
+  static constexpr bool fp32 = kFp32;
+  static constexpr gemm::GemmConfig gemm{
+      .stages = 6,
+      .consumer_warpgroups = 1,
+      .ragged = gemm::Ragged::kK,
+      .a = {.loader = gemm::Loader::kGather, .major = gemm::Major::kRows},
+      .b = {.major = gemm::Major::kRows},
+      .cluster = {2, gemm::Sharing::kMulticast}};
 };
 
 struct ProjectionWgradSm100Params {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // up_projection_dgrad of sm_100a: dx row = dh @ w_up[e], one row per (token, expert) pair; the reduction runs over the
 // gate half, then over the up half. What the router adds to dx is not there yet: such a call is refused.
-// Compiled and emulated, never run on hardware; no call of the library selects it.
+// Compiled and emulated, never run on hardware; no library has it.
 // Shapes   dh (R,w*n) bf16 in expert order as [gate half | up half], w_up (E,w*n,d) in any layout of
 //          WeightRows, dx rows (R,d); w = 2 for gated activations, 1 otherwise
 // Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // up_projection_fwd on sm_100a: h = x[gather_index] @ w_up[e]^T + b_up[e], a = act(h), for gated activations.
-// Compiled and emulated, never run on hardware; no call of the library selects it.
+// Compiled and emulated, never run on hardware; no library has it.
 // Shapes   x (T,d) bf16, w_up (E,2n,d) in any layout of WeightRows, h (R,2n) as [gate half | up half], a (R,n)
 // Work     4*R*n*d FLOP; bytes: x T*d..R*d, w_up 2*E*n*d, h 2*R*n, a R*n, 2 each
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), 128 rows by one CTA or 256 by a pair; two
@@ -42,6 +42,16 @@ struct UpProjectionFwdSm100Pair {
   static constexpr ActivationKind activation = kKind;
   static constexpr gemm::GemmConfig gemm{.stages = 6,
                                          .consumer_warpgroups = 1,
+                                         .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows},
+                                         .cluster = {2, gemm::Sharing::kMulticast}};
+};
+
+template <ActivationKind kKind, gemm::Major kMajor>
+struct UpProjectionFwdSm100GatheredPair {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::GemmConfig gemm{.stages = 6,
+                                         .consumer_warpgroups = 1,
+                                         .a = {.loader = gemm::Loader::kGather},
                                          .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows},
                                          .cluster = {2, gemm::Sharing::kMulticast}};
 };

@@ -13,4 +13,9 @@ constexpr bool takes_pairs_sm100(int64_t rows, int32_t experts, int sm_count) {
   return sm_count >= 2 && rows >= experts * kPairRows;
 }
 
+// No CTA of a pair is without a tile of a weight gradient: those of 128 along d are even in number.
+constexpr bool wgrad_takes_pairs_sm100(int64_t hidden, int sm_count) {
+  return sm_count >= 2 && (hidden + 127) / 128 % 2 == 0;
+}
+
 }  // namespace tessera::cuda

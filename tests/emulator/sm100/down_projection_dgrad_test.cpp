@@ -183,6 +183,8 @@ class DownDgrad {
 // Rows-major is w_down as it is usually stored.
 using One = DownProjectionDgradSm100<ActivationKind::swiglu, Major::kRows>;
 using OneKMajor = DownProjectionDgradSm100<ActivationKind::swiglu, Major::kK>;
+using Pair = DownProjectionDgradSm100Pair<ActivationKind::swiglu, Major::kRows>;
+using PairKMajor = DownProjectionDgradSm100Pair<ActivationKind::swiglu, Major::kK>;
 using OneUngated = DownProjectionDgradSm100<ActivationKind::silu, Major::kRows>;
 
 template <class... Configs>
@@ -196,13 +198,17 @@ TEST(DownProjectionDgradSm100, RingAndBuffersTurn) {
   expect_right<One>({.rows = {130, 1}, .hidden = 520, .intermediate = 520});
 }
 
+TEST(DownProjectionDgradSm100, RingAndBuffersTurnInPairs) {
+  expect_right<Pair>({.rows = {130, 1, 300}, .hidden = 328, .intermediate = 264});
+}
+
 TEST(DownProjectionDgradSm100, ExpertsOfAnyRows) {
-  expect_right<One>(
+  expect_right<One, Pair>(
       {.rows = {0, 1, 64, 0, 127, 129, 0}, .hidden = 72, .intermediate = 136, .ctas = 3});
 }
 
 TEST(DownProjectionDgradSm100, AllRowsToOneExpert) {
-  expect_right<One>({.rows = {0, 0, 257}, .hidden = 136, .intermediate = 72, .ctas = 1});
+  expect_right<One, Pair>({.rows = {0, 0, 257}, .hidden = 136, .intermediate = 72, .ctas = 1});
 }
 
 TEST(DownProjectionDgradSm100, NoRows) {
@@ -229,7 +235,8 @@ TEST(DownProjectionDgradSm100, WithoutAGate) {
 }
 
 TEST(DownProjectionDgradSm100, WeightsInKMajorOrder) {
-  expect_right<OneKMajor>({.rows = {9, 150}, .hidden = 72, .intermediate = 328, .ctas = 3});
+  expect_right<OneKMajor, PairKMajor>(
+      {.rows = {9, 150}, .hidden = 72, .intermediate = 328, .ctas = 3});
   expect_right<OneKMajor>({.rows = {70}, .hidden = 64, .intermediate = 256, .ctas = 1});
 }
 
@@ -239,7 +246,7 @@ TEST(DownProjectionDgradSm100, RefusesInterleavedColumns) {
 }
 
 TEST(DownProjectionDgradSm100, RandomShapes) {
-  emulator::check_at_random<DownDgrad, One, OneKMajor>({.gated = true});
+  emulator::check_at_random<DownDgrad, One, Pair, OneKMajor, PairKMajor>({.gated = true});
   emulator::check_at_random<DownDgrad, OneUngated>({.gated = false});
 }
 

@@ -130,6 +130,8 @@ class Wgrad {
 
 using AlongD = ProjectionWgradSm100<Major::kK, false>;
 using AlongN = ProjectionWgradSm100<Major::kRows, false>;
+using PairAlongD = ProjectionWgradSm100Pair<Major::kK, false>;
+using PairAlongNFp32 = ProjectionWgradSm100Pair<Major::kRows, true>;
 using AlongDFp32 = ProjectionWgradSm100<Major::kK, true>;
 using AlongNFp32 = ProjectionWgradSm100<Major::kRows, true>;
 
@@ -145,6 +147,11 @@ void expect_right_in_every_order(Shape const& shape) {
 // are used twice. Six k_tiles are more than the ring has stages, and the last has some of its rows.
 TEST(ProjectionWgradSm100, RingAndAccumulatorsTurn) {
   expect_right<AlongD>({.rows = {330, 90}, .hidden = 264, .intermediate = 136});
+}
+
+// The last pair has nothing for its CTA 1.
+TEST(ProjectionWgradSm100, RingAndAccumulatorsTurnInPairs) {
+  expect_right<PairAlongD>({.rows = {460, 90}, .hidden = 264, .intermediate = 136});
 }
 
 // Experts that fill no step of k, one, or a k_tile; those without rows get zeros.
@@ -182,7 +189,8 @@ TEST(ProjectionWgradSm100, OneHalf) {
 
 // Rows of no expert lie behind the experts', and are NaN.
 TEST(ProjectionWgradSm100, PairsWithoutAnExpert) {
-  expect_right<AlongD>({.rows = {3, 70}, .hidden = 64, .intermediate = 64, .other_rows = 40});
+  expect_right<AlongD, PairAlongD>(
+      {.rows = {3, 70}, .hidden = 64, .intermediate = 64, .other_rows = 40});
 }
 
 TEST(ProjectionWgradSm100, NoRows) {
@@ -193,7 +201,8 @@ TEST(ProjectionWgradSm100, NoRows) {
 }
 
 TEST(ProjectionWgradSm100, RandomShapes) {
-  emulator::check_at_random<Wgrad, AlongD, AlongN, AlongDFp32, AlongNFp32>();
+  emulator::check_at_random<Wgrad, AlongD, AlongN, AlongDFp32, AlongNFp32, PairAlongD,
+                            PairAlongNFp32>();
 }
 
 }  // namespace

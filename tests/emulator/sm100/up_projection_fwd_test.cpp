@@ -124,6 +124,7 @@ class Up {
 using One = UpProjectionFwdSm100<kKind, Major::kK>;
 using Pair = UpProjectionFwdSm100Pair<kKind, Major::kK>;
 using Gathered = UpProjectionFwdSm100Gathered<kKind, Major::kK>;
+using GatheredPair = UpProjectionFwdSm100GatheredPair<kKind, Major::kK>;
 using OneRowsMajor = UpProjectionFwdSm100<kKind, Major::kRows>;
 using PairRowsMajor = UpProjectionFwdSm100Pair<kKind, Major::kRows>;
 
@@ -141,6 +142,11 @@ TEST(UpProjectionFwdSm100, ExpertsOfAnyRows) {
 // Ten tiles of nine k_tiles for two CTAs; rows past an expert's end repeat its last one, or are not brought.
 TEST(UpProjectionFwdSm100, GathersRows) {
   expect_right<Gathered>({.rows = {0, 1, 65, 129}, .hidden = 520, .intermediate = 136});
+}
+
+// The same by pairs, whose relays report rows to CTA 0; CTA 1 of some has none.
+TEST(UpProjectionFwdSm100, GathersRowsInPairs) {
+  expect_right<GatheredPair>({.rows = {0, 1, 65, 300}, .hidden = 520, .intermediate = 136});
 }
 
 TEST(UpProjectionFwdSm100, WithoutH) {
@@ -175,7 +181,7 @@ TEST(UpProjectionFwdSm100, RefusesGatheredRowsAndInterleavedColumns) {
 }
 
 TEST(UpProjectionFwdSm100, RandomShapes) {
-  emulator::check_at_random<Up, One, Pair, Gathered, OneRowsMajor, PairRowsMajor>();
+  emulator::check_at_random<Up, One, Pair, Gathered, GatheredPair, OneRowsMajor, PairRowsMajor>();
 }
 
 }  // namespace

@@ -30,9 +30,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
   };
   auto const fill_b = [&](int k_tile, int k_tiles) {
     if (fills_b(k_tiles - k_tile) && arch::elect_one()) {
-      arch::Mbarrier* const full = &smem.full[b_state.stage];
-      arch::mbarrier_arrive_expect_tx(full, b_bytes_of<kGemm>(p, tile));
-      load_b_to<kGemm>(smem, p, b_state.b_stage(), full, k_tile, tile);
+      GatheredStage<kGemm>::fill_b(smem, p, b_state.stage, b_state.b_stage(), k_tile, tile);
     }
     __syncwarp();
     if constexpr (kGemm.b_behind()) b_state.advance();

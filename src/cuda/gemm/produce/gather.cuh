@@ -73,8 +73,7 @@ class GatheredTiles {
   __device__ __forceinline__ void prefetch(WorkTile const& tile) { rows_.prefetch(tile); }
   __device__ __forceinline__ void begin() { rows_.begin(); }
   __device__ __forceinline__ void fill_b(int stage, WorkTile const& tile, int k_tile) {
-    arch::mbarrier_arrive_expect_tx(&smem_.full[stage], b_bytes_of<kGemm>(p_, tile));
-    load_b<kGemm>(smem_, p_, stage, k_tile, tile);
+    GatheredStage<kGemm>::fill_b(smem_, p_, stage, stage, k_tile, tile);
   }
   __device__ __forceinline__ void copy(int stage, WorkTile const& tile) {
     rows_.copy(smem_, stage, tile.rows);

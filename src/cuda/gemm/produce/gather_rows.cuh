@@ -13,6 +13,7 @@
 #include "../params.hpp"
 #include "../storage.cuh"
 #include "../work_tile.hpp"
+#include "gathered_stage.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -71,7 +72,7 @@ class RowGather {
         }
       }
     }
-    arch::cp_async_arrive(&smem.full[stage]);
+    arch::cp_async_arrive(GatheredStage<kGemm>::rows(smem, stage));
     if constexpr (!kWholeRows) left_ -= 128;
     gmem_ += 128;
   }

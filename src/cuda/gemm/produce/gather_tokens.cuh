@@ -10,6 +10,7 @@
 #include "../params.hpp"
 #include "../storage.cuh"
 #include "../work_tile.hpp"
+#include "gathered_stage.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -72,7 +73,7 @@ class TokenGather {
     } else {
       copy_each(smem, stage, [&](uint32_t source) { return exists_ && source != kNothing; });
     }
-    arch::cp_async_arrive(&smem.full[stage]);
+    arch::cp_async_arrive(GatheredStage<kGemm>::rows(smem, stage));
   }
 
  private:

@@ -71,7 +71,9 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<kGemm>& smem, GemmP
       bool const is_last = k_tile == k_tiles - 1;
       wait_in_pair<kGemm>(&smem.full[state.stage], state.phase);
       arch::tcgen05_fence_after();  // behind both waits: the loads of the accumulator are over
-      if constexpr (kGemm.gathers()) arch::fence_proxy_async_shared();  // cp.async wrote A
+      if constexpr (kGemm.gathers() && !relays(kGemm)) {
+        arch::fence_proxy_async_shared();  // cp.async wrote A
+      }
       if (arch::elect_one()) {
         int const steps =
             kGemm.varlen_k() && is_last ? last_steps_of<kGemm>(tile) : kGemm.tile.k / kStepK;

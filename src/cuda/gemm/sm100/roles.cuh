@@ -13,8 +13,9 @@ namespace tessera::cuda::gemm {
 template <GemmConfig kGemm>
 __device__ __forceinline__ void init_barriers(SharedStorage<kGemm>& smem) {
   for (int s = 0; s < kGemm.stages; ++s) {
-    arch::mbarrier_init(&smem.full[s], barrier_arrivals(kGemm).full);
+    arch::mbarrier_init(&smem.full[s], full_arrivals(kGemm));
     arch::mbarrier_init(&smem.empty[s], 1);
+    arch::mbarrier_init(&smem.gathered[s], arch::kWarpgroupThreads);
   }
   for (int i = 0; i < kAccumulators; ++i) {
     arch::mbarrier_init(&smem.acc_full[i], 1);
@@ -103,6 +104,8 @@ __device__ __forceinline__ void run_gemm_in_tensor_memory(
     store_tiles<kGemm, Epilogue>(smem, epilogue_params);
   } else if (warp == multiply_warp(kGemm)) {
     if (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0) multiply_tiles<kGemm>(smem, p);
+  } else if (relays(kGemm) && warp == kRelayWarp) {
+    if constexpr (relays(kGemm)) relay_rows<kGemm>(smem, p);
   } else if constexpr (kGemm.gathers()) {
     if (warp == kEpilogueWarps) {
       produce_with_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);

@@ -4,17 +4,20 @@
 //   4       multiply  allocates tensor memory, multiplies, frees it
 //   5       load      both operands by TMA; draws and announces the tiles
 //   6, 7    idle
-// Where rows of A are gathered, by one CTA so far, warps 4 to 7 gather them, load B and draw, and warp 8 multiplies.
+// Where rows of A are gathered, warps 4 to 7 gather them, load B and draw, and warp 8 multiplies; in a pair warp 9 of
+// each CTA relays what its own has gathered.
 // A tile of a pair of CTAs has twice the rows: each CTA holds the rows of A and D that it stores, and half of B; warp 4
 // of CTA 0 multiplies for both, and barriers marked * are those of CTA 0.
 // Two accumulators of tile_n columns are filled in turn, so that a tile is stored while the next one is multiplied.
 // Barrier        arrivals that end a phase                                            awaited by
-//   full[s]*       1, load, with the bytes of the stage, of both CTAs; 128 that gather   multiply
+//   full[s]*       1, load, with the bytes of the stage, of both CTAs; gathering also    multiply
+//                  128, those that gather, or in a pair 2, the relays
+//   gathered[s]    128, those that gather, in a pair alone                               relay
 //   empty[s]       1, commit, to both CTAs, of the multiplications that read the stage   load
 //   acc_full[i]    1, commit, to both CTAs, behind the tile's last multiplication        epilogue
 //   acc_empty[i]*  4 or 8, each epilogue warp when it has loaded its rows                multiply
 //   work_full      1, load; in a pair with the bytes of the tile                         multiply, epilogue, load
-//   work_empty*    6, gathering 9, pair 11: each warp that reads tiles                   load
+//   work_empty*    6, gathering 9, pair 11, both 19: each warp that reads tiles          load
 //   loads[w][b]    1, epilogue warp w, with the bytes that it asked for                  epilogue warp w
 // GemmConfig::epilogue.slabs counts the slabs of each epilogue warp.
 #pragma once
@@ -42,7 +45,6 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
     throw "a.major: k, but rows with varlen-K, whose k are the rows of a segment";
   if (c.varlen_k() && (!c.gathers() || c.b.major != Major::kRows || c.b.halves != Halves::kOne))
     throw "ragged: varlen-K gathers tokens, with a rows-major B in one half";
-  if (c.gathers() && c.cluster_m() != 1) throw "a.loader: a gather by one CTA so far";
   if (c.cluster_m() > 2 || c.paired()) throw "cluster: one CTA, or two along gemm_m";
   if (c.b_groups() % c.cluster_m()) throw "tile.n: a pair halves its row groups";
   if (c.b_stages != BStages{}) throw "b: in the ring";
@@ -54,12 +56,18 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   return true;
 }
 
+// What cp.async writes is announced in its own CTA alone, so a pair needs relays.
+consteval bool relays(GemmConfig c) { return c.gathers() && c.cluster_m() == 2; }
 // Warps that read tiles; in CTA 1 of a pair nobody multiplies.
 consteval int tile_readers(GemmConfig c) {
-  return (kEpilogueWarps + (c.gathers() ? 4 : 1)) * c.cluster_m() + 1;
+  return (kEpilogueWarps + (c.gathers() ? 4 : 1) + (relays(c) ? 1 : 0)) * c.cluster_m() + 1;
 }
+consteval int full_arrivals(GemmConfig c) { return relays(c) ? 3 : barrier_arrivals(c).full; }
 consteval int multiply_warp(GemmConfig c) { return c.gathers() ? 8 : 4; }
-consteval int threads_in_tensor_memory(GemmConfig c) { return c.gathers() ? 288 : 256; }
+constexpr int kRelayWarp = 9;
+consteval int threads_in_tensor_memory(GemmConfig c) {
+  return relays(c) ? 320 : c.gathers() ? 288 : 256;
+}
 // Rows of B in a CTA.
 consteval int b_share(GemmConfig c) { return c.tile.n / c.cluster_m(); }
 
@@ -74,6 +82,7 @@ struct SharedStorage<kGemm> {
   alignas(1024) bf16 slabs[kEpilogueWarps][kGemm.epilogue.slabs][kWarpSlabRows * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];
   arch::Mbarrier empty[kGemm.stages];
+  arch::Mbarrier gathered[kGemm.stages];
   arch::Mbarrier acc_full[kAccumulators];
   arch::Mbarrier acc_empty[kAccumulators];
   arch::Mbarrier loads[kEpilogueWarps][kLoadBuffers];

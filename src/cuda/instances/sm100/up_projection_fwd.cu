@@ -12,13 +12,15 @@ cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count, cudaStrea
   using One = UpProjectionFwdSm100<kKind, kMajor>;
   using Pair = UpProjectionFwdSm100Pair<kKind, kMajor>;
   using Gathered = UpProjectionFwdSm100Gathered<kKind, kMajor>;
+  using GatheredPair = UpProjectionFwdSm100GatheredPair<kKind, kMajor>;
   if (args.activation.kind != kKind) return cudaErrorInvalidValue;
+  bool const pairs = takes_pairs_sm100(args.rows, args.experts, sm_count);
   if (args.gmem_gather_index != nullptr) {
-    return launch_up_projection_fwd_sm100<Gathered>(args, sm_count, stream);
+    return pairs ? launch_up_projection_fwd_sm100<GatheredPair>(args, sm_count, stream)
+                 : launch_up_projection_fwd_sm100<Gathered>(args, sm_count, stream);
   }
-  return takes_pairs_sm100(args.rows, args.experts, sm_count)
-             ? launch_up_projection_fwd_sm100<Pair>(args, sm_count, stream)
-             : launch_up_projection_fwd_sm100<One>(args, sm_count, stream);
+  return pairs ? launch_up_projection_fwd_sm100<Pair>(args, sm_count, stream)
+               : launch_up_projection_fwd_sm100<One>(args, sm_count, stream);
 }
 
 }  // namespace

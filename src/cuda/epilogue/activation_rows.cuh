@@ -15,12 +15,12 @@ namespace tessera::cuda::gemm {
 
 struct ActivationRowsParams {
   CUtensorMap h;  // ragged (column, 2 halves, row, end), 64 x 1 x 32 x 1; only if stores_h
-  CUtensorMap a;  // ragged (column, 1 half, row, end), 64 x 1 x 32 x 1
+  CUtensorMap a;  // ragged (column, 1 half, row, end), 64 x 1 x 32 x 1; only if stores_a
   Bias bias[2];   // of the halves
   Activation activation;
-  int columns;        // n
-  int ragged_extent;  // of the row dimensions of h and a
-  bool stores_h;
+  int columns;              // n
+  int ragged_extent;        // of the row dimensions of h and a
+  bool stores_h, stores_a;  // one of them at least
 };
 
 template <class Core, ActivationKind kKind>
@@ -50,6 +50,7 @@ class ActivationRows {
             uint32_t r[kLoaded];
             rows.load(r, place(group, half, part));
             rows.loaded();
+            if (!p_.stores_a && half == 1 && part == 1 && group == groups - 1) rows.release();
             add_bias(r, half, tile.segment, column + part * kLoaded);
             TESSERA_UNROLL
             for (int c = 0; c < kLoaded; c += 8) {
@@ -60,6 +61,7 @@ class ActivationRows {
           slabs_.store(&p_.h, column, half, ragged_row, tile.end);
         }
       }
+      if (!p_.stores_a) continue;
       slabs_.begin();
       TESSERA_UNROLL
       for (int part = 0; part < 2; ++part) {

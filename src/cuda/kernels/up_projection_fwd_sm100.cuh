@@ -77,6 +77,7 @@ cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
   int64_t const n = args.intermediate;
   bool const gathers = args.gmem_gather_index != nullptr;
   if (gathers != Config::gemm.gathers() || args.interleaved) return cudaErrorInvalidValue;
+  if (args.gmem_h == nullptr && args.gmem_a == nullptr) return cudaErrorInvalidValue;
   p = {};
   cudaError_t error =
       host::gemm_params<Config::gemm>(p.gemm, {.a = args.x,
@@ -95,8 +96,11 @@ cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
     then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, 2, n, args.rows,
                                      gemm::kWarpSlabRows));
   }
-  then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,
-                                   gemm::kWarpSlabRows));
+  p.epilogue.stores_a = args.gmem_a != nullptr;
+  if (p.epilogue.stores_a) {
+    then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,
+                                     gemm::kWarpSlabRows));
+  }
   for (int half = 0; half < 2; ++half) {
     p.epilogue.bias[half] = {static_cast<gemm::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};

@@ -283,7 +283,6 @@ Refusal refuse_sm100(RouterLogitsArguments const&) noexcept { return refusal("%s
 Refusal refuse_sm100(RouterDgradArguments const&) noexcept { return refusal("%s", kNoSm100); }
 Refusal refuse_sm100(RouterWgradArguments const&) noexcept { return refusal("%s", kNoSm100); }
 Refusal refuse_sm100(UpProjectionFwdArguments const& args) noexcept {
-  if (args.gmem_a == nullptr) return refusal("%s", "h alone: kernels of sm_100a store a as well");
   return refuse_activation_sm100(args.activation, args.interleaved);
 }
 Refusal refuse_sm100(DownProjectionDgradArguments const& args) noexcept {

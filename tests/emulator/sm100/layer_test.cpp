@@ -53,8 +53,10 @@ Tensor view(Memory<T> const& memory, DType dtype, std::initializer_list<std::int
 class Layer {
  public:
   // column_chunk: as MoeDesc's.
-  explicit Layer(Sizes const& sizes, std::int64_t column_chunk = 0) : s_(sizes) {
+  explicit Layer(Sizes const& sizes, std::int64_t column_chunk = 0, SavePolicy save = SavePolicy::h)
+      : s_(sizes) {
     desc_.column_chunk = column_chunk;
+    desc_.save = save;
     desc_.shape = {.tokens = s_.tokens,
                    .hidden = s_.hidden,
                    .intermediate = s_.intermediate,
@@ -83,7 +85,7 @@ class Layer {
     args.topk_weights = view(scores_, DType::fp32, {s_.tokens, s_.top_k});
     args.weights = weights();
     args.o = view(o_, DType::bf16, {s_.tokens, s_.hidden});
-    args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
+    if (desc_.save == SavePolicy::h) args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
     args.routing = {routing_.get(), routing_.size()};
     Memory<std::byte> workspace(bytes_of(Pass::forward));
     args.workspace = {workspace.get(), workspace.size()};
@@ -96,7 +98,7 @@ class Layer {
     MoeBackwardArgs args;
     args.d_o = view(d_o_, DType::bf16, {s_.tokens, s_.hidden});
     args.x = view(x_, DType::bf16, {s_.tokens, s_.hidden});
-    args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
+    if (desc_.save == SavePolicy::h) args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
     args.routing = {routing_.get(), routing_.size()};
     args.weights = weights();
     args.dx = view(dx_, DType::bf16, {s_.tokens, s_.hidden});
@@ -237,13 +239,13 @@ class Layer {
   Memory<std::byte> routing_{4 * (s_.experts + 1 + 4 * slots_)};
 };
 
-void expect_right_passes(Sizes const& sizes) {
+void expect_right_passes(Sizes const& sizes, SavePolicy save = SavePolicy::h) {
   start_played_cuda({.major = 10, .sm_count = 2});
   auto const device = DeviceContext::open(0, Unproven::taken);
   ASSERT_TRUE(device.ok()) << device.status().text();
   ASSERT_EQ(device.value()->architecture(), Architecture::sm_100);
   CUstream_st stream;
-  Layer layer(sizes);
+  Layer layer(sizes, 0, save);
   ASSERT_NO_FATAL_FAILURE(layer.forward(*device.value(), {.native = &stream}));
   layer.expect_right_output();
   ASSERT_NO_FATAL_FAILURE(layer.backward(*device.value(), {.native = &stream}));
@@ -258,6 +260,12 @@ TEST(LayerSm100, ForwardAndBackwardByOneCta) {
 // Enough rows for pairs of CTAs.
 TEST(LayerSm100, ForwardAndBackwardByPairs) {
   expect_right_passes({.tokens = 300, .hidden = 64, .intermediate = 64, .experts = 2, .top_k = 2});
+}
+
+// Backward makes h again.
+TEST(LayerSm100, BackwardWithoutH) {
+  expect_right_passes({.tokens = 40, .hidden = 72, .intermediate = 64, .experts = 3, .top_k = 2},
+                      SavePolicy::x);
 }
 
 // y and dx rows of some columns at a time, the last ones fewer: nothing is left over or taken twice. 100 are 96.

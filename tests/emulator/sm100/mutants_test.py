@@ -151,11 +151,13 @@ MUTANTS = [
      "Up*WithoutH"),
     ("a comes of h before it is rounded", ACT, "arch::unpack_bf16(pair(gate, c))",
      "float2{__uint_as_float(gate[c]), __uint_as_float(gate[c + 1])}", "a has other bits", "Up*WithoutH"),
+    ("h alone never frees its accumulators", ACT, "if (!p_.stores_a && half", "if (false && half",
+     "waits for an mbarrier", "Up*HAlone"),
     ("both halves of h are its first", ACT, "slabs_.store(&p_.h, column, half,", "slabs_.store(&p_.h, column, 0,",
      "h has other bits", "Up*PairsWithoutAnExpert"),
     ("up has the bias of gate", ACT, "add_bias(up, 1,", "add_bias(up, 0,", "a has other bits", "Up*Biases*"),
-    ("accumulators are freed before a is loaded", ACT, "part == 1 && group == groups - 1",
-     "part == 0 && group == groups - 1", "is not known to be", "Up*ExpertsOfAnyRows"),
+    ("accumulators are freed before a is loaded", ACT, "if (part == 1 && group == groups - 1",
+     "if (part == 0 && group == groups - 1", "is not known to be", "Up*ExpertsOfAnyRows"),
     # the activation's gradient
     ("h is loaded over dh that is stored", GRAD,
      "have been read\n        slabs_.template wait_read<0>();", "have been read", "has other bits",
@@ -207,7 +209,7 @@ MUTANTS = [
     ("a slab is filled before TMA has read it", WGRAD, "slabs_.template wait_read<1>();\n      turn_ ^= 1;",
      "turn_ ^= 1;", WRONG, "ProjectionWgrad*Turn"),
     ("groups have slabs by their number", WGRAD, "slabs_.slab(turn_)", "slabs_.slab_of(group, 0)", WRONG,
-     "ProjectionWgrad*AHalf*"),
+     "ProjectionWgrad*OneGroupInATile"),
     ("chunks of a row are not swizzled", SLABS, "(chunk ^ (row & 7)) << 4", "chunk << 4", WRONG, "*AllRows*"),
 ]
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")

@@ -175,6 +175,15 @@ TEST(ProjectionWgradSm100, AHalfThatNobodyWants) {
   }
 }
 
+// So that tiles follow each other closely, and each has one slab to store.
+TEST(ProjectionWgradSm100, OneGroupInATile) {
+  expect_right<AlongD, AlongN>({.rows = {0, 0, 3, 0, 0, 1, 0, 0},
+                                .hidden = 8,
+                                .intermediate = 64,
+                                .ctas = 1,
+                                .gated = false});
+}
+
 TEST(ProjectionWgradSm100, BlocksOfGateAndUpInTurn) {
   Shape shape{.rows = {70, 5}, .hidden = 72, .intermediate = 96, .block = 16};
   expect_right<AlongD, AlongDFp32>(shape);

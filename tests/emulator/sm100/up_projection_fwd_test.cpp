@@ -52,7 +52,7 @@ class Up {
     }
     args.activation = {.kind = kKind};
     args.gmem_h = s_.stores_h ? h_.get() : nullptr;
-    args.gmem_a = a_.get();
+    args.gmem_a = stores_a() ? a_.get() : nullptr;
     args.rows = rows_.all();
     args.hidden = d;
     args.intermediate = n;
@@ -87,6 +87,10 @@ class Up {
           h[half] = emulator::widen(rounded);
         }
         float const wanted = gemm::ActivationFunction<kKind>::forward({.kind = kKind}, h[0], h[1]);
+        if (!stores_a()) {
+          if (a != kPoison) return where + ", a was written";
+          continue;
+        }
         if (a != emulator::round(wanted)) return where + ", a has other bits";
         // A rounding to bf16, and the relative error of tanh.approx, 2^-11, ahead of a sum that may cancel.
         double const product = double{h[0]} * h[1];
@@ -101,6 +105,7 @@ class Up {
   }
 
  private:
+  bool stores_a() const { return s_.stores_a || !s_.stores_h; }
   emulator::Sum sum_of_h(int row, int expert, int half, int column, bool k_major) const {
     std::int64_t const d = s_.hidden, n = s_.intermediate;
     std::int64_t const first = (std::int64_t{2} * expert + half) * n;  // gate or up column 0
@@ -154,6 +159,11 @@ TEST(UpProjectionFwdSm100, WithoutH) {
   expect_right<One, Pair>(shape);
 }
 
+TEST(UpProjectionFwdSm100, HAlone) {
+  Shape const shape{.rows = {0, 200}, .hidden = 72, .intermediate = 136, .stores_a = false};
+  expect_right<One, Pair>(shape);
+}
+
 TEST(UpProjectionFwdSm100, PairsWithoutAnExpert) {
   Shape const shape{.rows = {3, 70}, .hidden = 64, .intermediate = 72, .other_rows = 9};
   expect_right<One, Pair>(shape);
@@ -170,7 +180,7 @@ TEST(UpProjectionFwdSm100, AddsTheBiasesOfTheExpert) {
 }
 
 // What it does not serve it refuses.
-TEST(UpProjectionFwdSm100, RefusesGatheredRowsAndInterleavedColumns) {
+TEST(UpProjectionFwdSm100, RefusesWhatItDoesNotServe) {
   std::int32_t const index[1] = {};
   UpProjectionFwdArguments args = {};
   args.gmem_gather_index = index;
@@ -178,6 +188,9 @@ TEST(UpProjectionFwdSm100, RefusesGatheredRowsAndInterleavedColumns) {
   args = {};
   args.interleaved = true;
   EXPECT_EQ(launch_up_projection_fwd_sm100<One>(args, 1, nullptr), cudaErrorInvalidValue);
+  args = {};
+  EXPECT_EQ(launch_up_projection_fwd_sm100<One>(args, 1, nullptr), cudaErrorInvalidValue)
+      << "nothing to store";
 }
 
 TEST(UpProjectionFwdSm100, RandomShapes) {

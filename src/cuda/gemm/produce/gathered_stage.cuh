@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How warps that gather A report a stage, and fill its B.
+// Warps that gather A report a stage, and fill its B, in one of two ways.
 #pragma once
 
 #include "../tile_extent.cuh"
@@ -10,7 +10,7 @@ namespace tessera::cuda::gemm {
 // Both are reported to the stage's full barrier. Pairs of sm_100a have other ways (sm100/pair_loads.cuh).
 template <GemmConfig kGemm>
 struct GatheredStage {
-  // Which barrier every gathering thread arrives at.
+  // Every gathering thread arrives at this barrier.
   __device__ __forceinline__ static arch::Mbarrier* rows(SharedStorage<kGemm>& smem, int stage) {
     return &smem.full[stage];
   }

@@ -56,7 +56,7 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   return true;
 }
 
-// What cp.async writes is announced in its own CTA alone, so a pair needs relays.
+// cp.async announces its bytes in its own CTA alone, so a pair that gathers needs relays.
 consteval bool relays(GemmConfig c) { return c.gathers() && c.cluster_m() == 2; }
 // Warps that read tiles; in CTA 1 of a pair nobody multiplies.
 consteval int tile_readers(GemmConfig c) {

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+
 namespace tessera::cli {
 namespace {
 
@@ -14,6 +16,18 @@ TEST(KernelOp, OfFastKernels) {
   EXPECT_EQ(op_of_kernel("tessera::cuda::metadata_rank(tessera::cuda::MetadataArguments)"),
             "metadata");
   EXPECT_EQ(op_of_kernel("void tessera::cuda::projection_wgrad<C>(P)"), "projection_wgrad");
+}
+
+// Replayed without its first kernel, choose_tokens would count on from the replay before, and write beyond its arrays.
+TEST(KernelOp, OfEveryKernelOfChooseTokens) {
+  for (char const* const kernel :
+       {"rank_pairs<tessera::cuda::RankPairsConfig>", "mask_ranks<tessera::cuda::RankPairsConfig>",
+        "choose_tokens_keep<tessera::cuda::ChooseTokensConfig>",
+        "choose_tokens_emit<tessera::cuda::ChooseTokensConfig>"}) {
+    EXPECT_EQ(op_of_kernel(std::string("void tessera::cuda::") + kernel +
+                           "(tessera::cuda::ChooseTokensArguments)"),
+              "choose_tokens");
+  }
 }
 
 TEST(KernelOp, OfPlainTwins) {

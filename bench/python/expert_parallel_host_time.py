@@ -14,6 +14,7 @@ its own, too. The captured step is replayed 1,000 times, and all results of all 
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -124,15 +125,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rows = [measure(tokens, bounded) for tokens in arguments.tokens for bounded in (True, False)]
-    if dist.get_rank() == 0:
-        for row in rows:
-            print(row, flush=True)
-        if arguments.out:
-            result = {"device": torch.cuda.get_device_name(), "gpus": dist.get_world_size(),
-                      "torch": torch.__version__, "config": "Qwen3-30B", "rows": rows}
-            with open(arguments.out, "w", encoding="utf-8") as file:
-                file.write(json.dumps(result, indent=1) + "\n")
+    rows = []
+    for tokens, bounded in itertools.product(arguments.tokens, (True, False)):
+        rows.append(measure(tokens, bounded))
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+    if dist.get_rank() == 0 and arguments.out:
+        result = {"device": torch.cuda.get_device_name(), "gpus": dist.get_world_size(),
+                  "torch": torch.__version__, "config": "Qwen3-30B", "rows": rows}
+        with open(arguments.out, "w", encoding="utf-8") as file:
+            file.write(json.dumps(result, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

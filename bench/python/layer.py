@@ -13,7 +13,8 @@ equally many rows, without routing, gather, activation and sums.
 
 sonicmoe needs sonic-moe and quack-kernels. Their first call tunes and compiles for minutes; --sonic-space whole lets it
 try every configuration that it has, `clusters-2x1` those of clusters of two along m without swapped operands.
-tessera-chunked makes y and dx rows of half the columns at a time, for a lower peak of memory.
+tessera-chunked makes y and dx rows of half the columns at a time, for a lower peak of memory: of the least multiple of
+256 that is no fewer.
 """
 
 import argparse
@@ -74,10 +75,10 @@ class Tessera:
 
 
 class Chunked(Tessera):
-    """y and dx rows of half the columns at a time."""
+    """y and dx rows of half the columns at a time, or more: tiles of the GEMMs have 256 of them."""
 
     def __call__(self, x, w_router, w_up, w_down):
-        return tessera.moe(x, w_router, w_up, w_down, top_k=self.top_k, column_chunk=x.shape[1] // 2)
+        return tessera.moe(x, w_router, w_up, w_down, top_k=self.top_k, column_chunk=-(-x.shape[1] // 512) * 256)
 
 
 class SonicMoE:

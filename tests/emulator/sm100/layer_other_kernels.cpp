@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What else the layer's tables of kernels name: a layer of sm_100a whose ids are given takes none of it.
+// What else the layer's tables of kernels name: a layer whose ids are given takes none of it, be it of sm_100a or, with
+// TESSERA_EMULATED_E4M3, one that quantises.
 #include <cstdio>
 
 #include <cuda_bf16.h>
@@ -30,27 +31,31 @@ cudaError_t never(char const* kernel) {
 #define NEVER_ON_SMS(kernel, Arguments) \
   cudaError_t kernel(Arguments const&, int, cudaStream_t) { return never(#kernel); }
 
+#ifndef TESSERA_EMULATED_E4M3
 NEVER_ON_SMS(launch_down_projection_dgrad_e4m3, DownProjectionDgradE4m3Arguments)
 NEVER_ON_SMS(launch_down_projection_fwd_e4m3, DownProjectionFwdE4m3Arguments)
 NEVER_ON_SMS(launch_up_projection_dgrad_e4m3, UpProjectionDgradE4m3Arguments)
 NEVER_ON_SMS(launch_up_projection_fwd_e4m3, UpProjectionFwdE4m3Arguments)
-NEVER_ON_SMS(launch_down_projection_dgrad, DownProjectionDgradArguments)
-NEVER_ON_SMS(launch_down_projection_fwd, DownProjectionFwdArguments)
 NEVER_ON_SMS(launch_down_projection_wgrad, DownProjectionWgradArguments)
-NEVER_ON_SMS(launch_router_dgrad, RouterDgradArguments)
-NEVER_ON_SMS(launch_router_logits, RouterLogitsArguments)
-NEVER_ON_SMS(launch_router_wgrad, RouterWgradArguments)
-NEVER_ON_SMS(launch_up_projection_dgrad, UpProjectionDgradArguments)
-NEVER_ON_SMS(launch_up_projection_fwd, UpProjectionFwdArguments)
 NEVER_ON_SMS(launch_up_projection_wgrad, UpProjectionWgradArguments)
-
 NEVER(launch_dequantise_rows, DequantiseRowsArguments)
 NEVER(launch_quantise_rows, QuantiseRowsArguments)
 NEVER(launch_quantise_weights, QuantiseWeightsArguments)
+#endif
+NEVER_ON_SMS(launch_down_projection_dgrad, DownProjectionDgradArguments)
+NEVER_ON_SMS(launch_up_projection_dgrad, UpProjectionDgradArguments)
+NEVER(launch_down_projection_dgrad_plain, DownProjectionDgradArguments)
+NEVER(launch_up_projection_dgrad_plain, UpProjectionDgradArguments)
+NEVER(launch_wgrad_plain, WgradArguments)
+NEVER_ON_SMS(launch_down_projection_fwd, DownProjectionFwdArguments)
+NEVER_ON_SMS(launch_router_dgrad, RouterDgradArguments)
+NEVER_ON_SMS(launch_router_logits, RouterLogitsArguments)
+NEVER_ON_SMS(launch_router_wgrad, RouterWgradArguments)
+NEVER_ON_SMS(launch_up_projection_fwd, UpProjectionFwdArguments)
+
 NEVER(launch_bias_gradient, BiasGradientArguments)
 NEVER(launch_bias_gradient_plain, BiasGradientArguments)
 NEVER(launch_choose_tokens, ChooseTokensArguments)
-NEVER(launch_down_projection_dgrad_plain, DownProjectionDgradArguments)
 NEVER(launch_down_projection_fwd_gemv, DownProjectionFwdArguments)
 NEVER(launch_down_projection_fwd_plain, DownProjectionFwdArguments)
 NEVER(launch_grouped_rows, GroupedRows)
@@ -72,10 +77,8 @@ NEVER(launch_router_wgrad_plain, RouterWgradArguments)
 NEVER(launch_score_choice_plain, ScoreChoiceArguments)
 NEVER(launch_split_fp32_plain, SplitArguments)
 NEVER(launch_token_order, TokenOrder)
-NEVER(launch_up_projection_dgrad_plain, UpProjectionDgradArguments)
 NEVER(launch_up_projection_fwd_gemv, UpProjectionFwdArguments)
 NEVER(launch_up_projection_fwd_plain, UpProjectionFwdArguments)
-NEVER(launch_wgrad_plain, WgradArguments)
 NEVER(launch_zero_tail, ZeroTail)
 
 template <>

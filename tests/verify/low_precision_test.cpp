@@ -194,6 +194,25 @@ TEST(LowPrecisionCase, FlippedCodesMayCrossAClamp) {
   EXPECT_TRUE(result.value().ok) << result.value().failures.front();
 }
 
+// What is computed as without quantising has noise of fp32, of which a few dB mean nothing.
+TEST(LostDb, ComparesQuantisedTensorsAlone) {
+  ReferenceTensors ref;
+  Tensors recipe, out;
+  auto const add = [&](char const* name, double of_recipe, double of_out) {
+    for (int i = 0; i < 8192; ++i) {
+      double const value = 1 + i % 7, sign = i % 2 == 0 ? 1 : -1;
+      ref[name].push_back(value);
+      recipe[name].push_back(static_cast<float>(value * (1 + sign * of_recipe)));
+      out[name].push_back(static_cast<float>(value * (1 + sign * of_out)));
+    }
+  };
+  add("scores", 1e-6, 4e-6);
+  EXPECT_TRUE(lost_db(ref, {recipe}, out).empty());
+  add("dx", 0.05, 0.06);
+  ASSERT_EQ(lost_db(ref, {recipe}, out).size(), 1u);
+  EXPECT_TRUE(lost_db(ref, {recipe}, out).front().starts_with("dx: "));
+}
+
 TEST(LowPrecisionCase, RefusesWhatItDoesNotCompute) {
   auto const expect = [](char const* text, auto&& change) {
     LayerCase layer_case = low_precision_case(kFp8);

@@ -397,7 +397,9 @@ int bench(BenchFlags flags, CLI::App const& command) {
     throw CommandError("--padding with bench: it times calls without a mask; leave it out");
   }
   if (flags.shape.on_cuda()) {
-    refuse_flags(command, kPrecisionFlags, "on a GPU there is no fp8 layer yet");
+    if (flags.gpus > 0) {
+      refuse_flags(command, kPrecisionFlags, "layers over several GPUs quantise nothing");
+    }
     return bench_cuda(flags, command, command_line);
   }
   if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};

@@ -269,7 +269,8 @@ class JobBench {
          {work::up_projection_fwd(desc(), rows()), work::down_projection_fwd(desc(), rows()),
           work::down_projection_dgrad(desc(), rows()), work::down_projection_wgrad(desc(), rows()),
           work::up_projection_dgrad(desc(), rows()), work::up_projection_wgrad(desc(), rows()),
-          work::aggregate(desc(), rows(), !backward)}) {
+          work::quantise_rows(desc()), work::quantise_weights(desc(), true),
+          work::dequantise_rows(desc()), work::aggregate(desc(), rows(), !backward)}) {
       if (op == w.op) return w;
     }
     return op == "router_logits" ? work::route(desc()) : work::OpWork{};
@@ -289,27 +290,39 @@ class JobBench {
     bool const inference = is_inference(pass);
     bool const whole = pass == "forward" || inference || is_backward(pass);
     double const ms = times.median();
-    return {{"config", job_.name},
-            {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
-            {"dtype", verify::name_of(verify::kDTypeNames, desc().dtype)},
-            {"layout", verify::layout_name(desc().layout)},
-            {"gpus", 1},
-            {"routing", verify::routing_name(job_.layer_case.routing)},
-            {"router", verify::name_of(verify::kRouterNames, desc().router.kind)},
-            {"round", verify::name_of(verify::kRoundingNames, desc().router.round)},
-            {"pass", pass},
-            {"impl", impl},
-            {"variant", variant},
-            {"ms", ms},
-            {"ms_p10", times.at(0.1)},
-            {"ms_p90", times.at(0.9)},
-            {"block_spread", times.block_spread()},
-            {"tflops", flops / ms * 1e-9},
-            {"bound_ms", bound_ms},
-            {"aggregate_floor_ms", floor_ms},
-            {"saved_bytes", whole && !inference ? layer_.saved_bytes_total() : 0},
-            {"transient_peak_bytes", whole ? transient_bytes(pass) : 0},
-            {"checked", checked_ && std::string_view(impl) == "tessera"}};
+    Json out = {{"config", job_.name},
+                {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
+                {"dtype", verify::name_of(verify::kDTypeNames, desc().dtype)},
+                {"layout", verify::layout_name(desc().layout)},
+                {"gpus", 1},
+                {"routing", verify::routing_name(job_.layer_case.routing)},
+                {"router", verify::name_of(verify::kRouterNames, desc().router.kind)},
+                {"round", verify::name_of(verify::kRoundingNames, desc().router.round)},
+                {"pass", pass},
+                {"impl", impl},
+                {"variant", variant},
+                {"ms", ms},
+                {"ms_p10", times.at(0.1)},
+                {"ms_p90", times.at(0.9)},
+                {"block_spread", times.block_spread()},
+                {"tflops", flops / ms * 1e-9},
+                {"bound_ms", bound_ms},
+                {"aggregate_floor_ms", floor_ms},
+                {"saved_bytes", whole && !inference ? layer_.saved_bytes_total() : 0},
+                {"transient_peak_bytes", whole ? transient_bytes(pass) : 0},
+                {"checked", checked_ && std::string_view(impl) == "tessera"}};
+    if (desc().quantises() && std::string_view(impl) == "tessera") {
+      out["precision"] = verify::name_of(verify::kPrecisionNames, desc().precision);
+    }
+    return out;
+  }
+
+  /// The op whose kernels have to run before those of `op`; empty: none.
+  [[nodiscard]] std::string before_kernel(std::string const& op, bool backward) const {
+    bool const codes = desc().quantises();
+    if (!backward && op == "down_projection_fwd") return codes ? "" : "up_projection_fwd";
+    // y lies over the codes of w_up.
+    return codes && !backward && op == "up_projection_fwd" ? "quantise_weights" : "";
   }
 
   /// Every kernel of a pass in a graph of its own, summed per op.
@@ -330,9 +343,11 @@ class JobBench {
     std::vector<Candidate> candidates;
     for (std::string const& op : ops) {
       candidates.push_back({op, [launch, op] { launch(op); }});
-      // It waits for what up_projection_fwd hands over, and metadata takes that back.
-      bool const takes_over = !backward && op == "down_projection_fwd";
-      if (takes_over) candidates.back().ahead = [launch] { launch("up_projection_fwd"); };
+      // It waits for what up_projection_fwd hands over, and metadata takes that back; or what it reads has been
+      // overwritten since.
+      if (std::string const before = before_kernel(op, backward); !before.empty()) {
+        candidates.back().ahead = [launch, before] { launch(before); };
+      }
     }
     rounds.run(candidates, bench_.seconds / 3);
     auto const floor_of = [&](work::OpWork const& w) {

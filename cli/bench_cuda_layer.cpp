@@ -8,6 +8,7 @@
 
 #include "cli/commands.hpp"
 #include "core/interleaved_columns.hpp"
+#include "tessera/low_precision.hpp"
 #include "verify/random_source.hpp"
 #include "verify/storage.hpp"
 
@@ -153,8 +154,18 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
                       {s.tokens, d}, context.device());
   inference_ = forward_;
   std::int64_t const slots = desc.num_slots();
-  forward_.h = tensor(allocate(2 * static_cast<std::size_t>(slots * width)), DType::bf16,
-                      {slots, width}, context.device());
+  auto const output = [this](DType dtype, std::initializer_list<std::int64_t> shape) {
+    Tensor out = tensor(static_cast<void*>(nullptr), dtype, shape, context_.device());
+    out.data = allocate(bytes_of(out));
+    return out;
+  };
+  forward_.h = output(desc.quantises() ? DType::fp8_e4m3 : DType::bf16, {slots, width});
+  if (desc.quantises()) {
+    std::int64_t const block = desc.scale_block();
+    forward_.x8 = output(DType::fp8_e4m3, {s.tokens, d});
+    forward_.x_scale = output(DType::fp32, {s.tokens, d / block});
+    forward_.h_scale = output(DType::fp32, {width / block, padded_scale_rows(slots)});
+  }
   std::size_t const tables = value_of(routing_bytes(desc));
   forward_.routing = {allocate(tables), tables};
   std::size_t const workspace =
@@ -195,13 +206,16 @@ void CudaBenchLayer::add_backward() {
     return out;
   };
   MoeBackwardArgs& args = backward_;
-  args.x = forward_.x;
+  if (!layer_.desc.quantises()) args.x = forward_.x;
   args.h = forward_.h;
+  args.x8 = forward_.x8;
+  args.x_scale = forward_.x_scale;
+  args.h_scale = forward_.h_scale;
   args.routing = {forward_.routing.data, forward_.routing.bytes};
   args.w_router = forward_.w_router;
   args.b_router = forward_.b_router;
   args.weights = forward_.weights;
-  args.dx = output(args.x, DType::bf16);
+  args.dx = output(forward_.x, DType::bf16);
   args.dscores = tensor(
       reinterpret_cast<float*>(allocate(4 * static_cast<std::size_t>(layer_.desc.num_slots()))),
       {layer_.desc.num_slots()}, context_.device());
@@ -275,7 +289,10 @@ std::int64_t CudaBenchLayer::routed_rows() const {
 }
 
 std::size_t CudaBenchLayer::saved_bytes_total() const {
-  return bytes_of(forward_.x) + bytes_of(forward_.h) + forward_.routing.bytes;
+  MoeForwardArgs const& f = forward_;
+  std::size_t const x =
+      layer_.desc.quantises() ? bytes_of(f.x8) + bytes_of(f.x_scale) : bytes_of(f.x);
+  return x + bytes_of(f.h) + bytes_of(f.h_scale) + f.routing.bytes;
 }
 
 std::size_t CudaBenchLayer::forward_workspace_bytes(bool inference) const {
@@ -445,6 +462,7 @@ std::string CudaBenchLayer::check_backward(Context const& host, MoeBackwardArgs 
 }
 
 std::string CudaBenchLayer::check() const {
+  if (layer_.desc.quantises()) return check_quantised();
   Context const host = value_of(Context::create());
   std::string failure = check_forward(host, false);
   if (failure.empty() && has_backward_) failure = check_backward(host, backward_);

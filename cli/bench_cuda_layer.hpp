@@ -34,8 +34,8 @@ class CudaBenchLayer {
   [[nodiscard]] std::size_t backward_workspace_bytes() const;
 
   /// Runs all on poisoned outputs and compares samples with an fp64 computation on the host: of a few tokens the
-  /// choice of experts, scores, h, o, dx, dscores and dlogits, of an expert weight gradients. Empty where all is right,
-  /// else the first thing that is not.
+  /// choice of experts, scores, h, o, dx, dscores and dlogits, of an expert weight gradients. Where operands are
+  /// quantised: with the layer in native precision. Empty where all is right, else the first thing that is not.
   [[nodiscard]] std::string check() const;
 
  private:
@@ -50,6 +50,8 @@ class CudaBenchLayer {
   void add_aux_dlogits(verify::UniformTensor const& formula);
   [[nodiscard]] std::string check_forward(Context const& host, bool inference) const;
   [[nodiscard]] std::string check_backward(Context const& host, MoeBackwardArgs const& args) const;
+  /// Where operands are quantised: against the same layer in native precision, by the noise of whole tensors.
+  [[nodiscard]] std::string check_quantised() const;
   struct Slots {
     std::int64_t first, count;
   };

@@ -46,7 +46,7 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
 
 // As a GPU has it: codes are a byte, with an fp32 scale for each 128 of a row, each 128 x 128 of weights. Forward: a8
 // and w_down, then w_up and y in one place. Backward: dh8; dO8 and w_down, then w_up in one place; x and dh in bf16;
-// a' and then dx rows. Where n is no multiple of 256 gradients multiply bf16, and h becomes bf16 in the place of dh.
+// a' and then dx rows.
 MemoryPlan fp8_plan(MoeDesc desc, bool keeps_x, char const* policy, char const* keeps) {
   Sizes const s = sizes(desc);
   double const code = 33.0 / 32, of_weights = 1 + 4.0 / (128 * 128);
@@ -59,10 +59,8 @@ MemoryPlan fp8_plan(MoeDesc desc, bool keeps_x, char const* policy, char const* 
   double const h_and_tables = static_cast<double>(saved.h + saved.h_scale + saved.routing);
   double const x = keeps_x ? s.b * rows : static_cast<double>(saved.x + saved.x_scale);
   double const y = s.b * s.slots * s.hidden;
-  bool const codes_backward = desc.shape.intermediate % 256 == 0;
-  double const of_dgrads = codes_backward ? code * s.w * s.slots * s.intermediate +
-                                                std::max(code * rows + weights, s.w * weights)
-                                          : 0;
+  double const of_dgrads =
+      code * s.w * s.slots * s.intermediate + std::max(code * rows + weights, s.w * weights);
   return {
       .policy = policy,
       .keeps = keeps,

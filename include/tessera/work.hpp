@@ -71,11 +71,10 @@ constexpr OpWork quantise_weights(MoeDesc const& desc, bool down) noexcept {
   double const elements = (s.width + (down ? 1 : 0)) * s.experts * s.intermediate * s.hidden;
   return {"quantise_weights", 0, s.element * elements, detail::weight_bytes(desc) * elements};
 }
-/// Codes that forward saved to bf16 again: h8 of all rows, x8 of all tokens.
-constexpr OpWork dequantise_rows(MoeDesc const& desc, double rows, bool h, bool x) noexcept {
-  auto const s = detail::sizes(desc, rows);
-  double const elements =
-      (h ? s.width * s.rows * s.intermediate : 0) + (x ? s.tokens * s.hidden : 0);
+/// x8, which forward saved, to bf16 again.
+constexpr OpWork dequantise_rows(MoeDesc const& desc) noexcept {
+  auto const s = detail::sizes(desc, 0);
+  double const elements = s.tokens * s.hidden;
   return {"dequantise_rows", 0, detail::row_bytes(desc) * elements, s.element * elements};
 }
 /// o_t = sum of s_j y_j (forward), or dX_t = sum of dx rows (backward: unweighted).

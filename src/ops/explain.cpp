@@ -149,7 +149,8 @@ void add_automatic(bool on_gpu, std::vector<OpExplanation>& ops) {
     if (!product) continue;
     op.candidates.push_back(
         {on_gpu ? "cuda/fp8" : "cpu/low_precision", false,
-         on_gpu ? "precision auto takes native: on a GPU there is no fp8 layer yet"
+         on_gpu ? "precision auto takes native: with gradients from bf16 an fp8 step is not "
+                  "expected to be faster"
                 : "precision auto takes native: a CPU multiplies no codes, quantising costs time"});
   }
 }

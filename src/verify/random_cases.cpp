@@ -329,14 +329,16 @@ void make_low_precision(std::int64_t i, bool on_gpu, std::optional<Precision> pr
     size = (size + multiple - 1) / multiple * multiple;
   };
   widen(desc.shape.hidden, on_gpu ? 256 : desc.scale_block());
-  widen(desc.shape.intermediate, desc.scale_block());
+  widen(desc.shape.intermediate, on_gpu ? 256 : desc.scale_block());
   desc.dtype = DType::bf16;
   desc.column_chunk = 0;
   if (!on_gpu) return;
   desc.activation = {};
   desc.bias = false;
   bool const turned = desc.layout.orientation == WeightOrientation::transposed;
-  if (turned && desc.layout.order == GateUpOrder::interleaved) desc.layout = {};
+  bool const in_turns =
+      desc.layout.order == GateUpOrder::interleaved || desc.layout.order == GateUpOrder::blocked;
+  if (turned && in_turns) desc.layout = {};
 }
 
 }  // namespace
@@ -371,7 +373,7 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     // One token per expert and a router leave no room for many tokens.
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
-    if (precision.has_value() || (!on_gpu && is_low_precision(i))) {
+    if (precision.has_value() || is_low_precision(i)) {
       make_low_precision(i, on_gpu, precision, layer_case);
     }
     cases.push_back({layer_case, large});

@@ -20,8 +20,8 @@ struct RandomCase {
 /// `count` cases drawn from `seed`. What the library serves is asked of it (workspace_bytes). Each pair of values of
 /// (router, round, activation, layout, dtype, routing) that can go together appears, as far as `count` allows;
 /// from 100 cases on so do T = 0 and 1, K = 1 and E, empty experts, one expert for all, sentinels, variable counts,
-/// replayed and int64 ids, n and d that are no multiples of 64. On the CPU every tenth case quantises its operands; all
-/// do where `precision` says how; such a case counts for no pair.
+/// replayed and int64 ids, n and d that are no multiples of 64. Every tenth case quantises its operands, or all do
+/// where `precision` says how; such a case counts for no pair.
 std::vector<RandomCase> random_cases(Context const& context, std::int64_t count, std::uint64_t seed,
                                      std::optional<Precision> precision = std::nullopt);
 

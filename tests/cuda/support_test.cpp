@@ -65,18 +65,57 @@ TEST(CheckSupported, ServesExpertsThatTakeTokens) {
   EXPECT_TRUE(check_supported(desc).ok());
 }
 
-TEST(CheckSupported, RefusesQuantisedOperandsForNow) {
+MoeDesc quantised_desc() {
   MoeDesc desc = served_desc();
+  desc.shape.hidden = 256;
+  desc.shape.intermediate = 256;
+  desc.precision = Precision::fp8;
+  return desc;
+}
+
+TEST(CheckSupported, ServesQuantisedOperands) {
+  MoeDesc desc = quantised_desc();
+  EXPECT_TRUE(check_supported(desc).ok());
+  desc.layout.orientation = WeightOrientation::transposed;
+  desc.save = SavePolicy::x;
+  desc.router.round = Rounding::nr_f;
+  EXPECT_TRUE(check_supported(desc).ok());
   desc.precision = Precision::automatic;
   EXPECT_TRUE(check_supported(desc).ok());
-  for (Precision const precision : {Precision::fp8, Precision::mxfp8}) {
-    desc.precision = precision;
+}
+
+TEST(CheckSupported, RefusesWhatIsNotComputedWithQuantisedOperands) {
+  struct Refused {
+    char const* text;
+    void (*change)(MoeDesc&);
+  };
+  for (Refused const& refused : {
+           Refused{"precision=mxfp8: ", [](MoeDesc& d) { d.precision = Precision::mxfp8; }},
+           {"activation=geglu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::geglu; }},
+           {"activation=silu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::silu; }},
+           {"bias ", [](MoeDesc& d) { d.bias = true; }},
+           {"pow2_scales ", [](MoeDesc& d) { d.pow2_scales = true; }},
+           {"layout transposed, columns of gate and up in turns, ",
+            [](MoeDesc& d) {
+              d.layout = {GateUpOrder::interleaved, WeightOrientation::transposed};
+            }},
+           {"layout transposed, columns of gate and up in turns, ",
+            [](MoeDesc& d) {
+              d.layout = {GateUpOrder::blocked, WeightOrientation::transposed, 64};
+            }},
+           {"hidden=384 ", [](MoeDesc& d) { d.shape.hidden = 384; }},
+           {"intermediate=128 ", [](MoeDesc& d) { d.shape.intermediate = 128; }},
+           {"experts=641 ", [](MoeDesc& d) { d.shape.experts = 641; }},
+       }) {
+    MoeDesc desc = quantised_desc();
+    refused.change(desc);
     Status const status = check_supported(desc);
-    EXPECT_EQ(status.code(), StatusCode::unsupported);
-    std::string const text = status.text();
-    EXPECT_NE(text.find("on a GPU there is no fp8 layer yet; use precision native"),
-              std::string::npos)
-        << text;
+    EXPECT_EQ(status.code(), StatusCode::unsupported) << refused.text;
+    EXPECT_TRUE(std::string(status.text()).starts_with(refused.text)) << status.text();
+    if (desc.precision != Precision::fp8) continue;
+    desc.precision = Precision::native;
+    desc.pow2_scales = false;
+    EXPECT_TRUE(check_supported(desc).ok()) << refused.text << "is served in native precision";
   }
 }
 

@@ -84,7 +84,7 @@ class Backward {
     experts_ = backward_arguments(
         desc, args,
         {.tables = routing,
-         .gmem_recomputed_h = has_h && makes_h() ? gmem_dh : nullptr,
+         .gmem_recomputed_h = has_h && desc.save == SavePolicy::x ? gmem_dh : nullptr,
          .gmem_dh = gmem_dh,
          .gmem_a_scaled = split ? args.a_scaled.data : gmem_own_a,
          .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
@@ -112,12 +112,9 @@ class Backward {
     if (!wanted_.dgrad) return;
     if (desc_.quantises()) {
       if (desc_.save == SavePolicy::x) add_h8(desc_, args_, plan_, base_, routing_, sequence_);
-      if (codes_) {
-        return add_quantised_down_dgrad(desc_, args_, plan_, base_, experts_.down_dgrad, sequence_);
-      }
-      add_dequantised_h(desc_, args_, plan_, base_, routing_, experts_.down_dgrad.gmem_dh,
-                        sequence_);
-    } else if (makes_h()) {
+      return add_quantised_down_dgrad(desc_, args_, plan_, base_, experts_.down_dgrad, sequence_);
+    }
+    if (desc_.save == SavePolicy::x) {
       sequence_.select("up_projection_fwd", experts_.recompute);
     }
     if (hands_a_over()) {
@@ -171,7 +168,7 @@ class Backward {
                                .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter,
                                .terms = fp32_router_ ? kDgradTerms : 1});
     }
-    if (codes_) {
+    if (desc_.quantises()) {
       return add_quantised_up_dgrad(desc_, args_, plan_, base_, experts_.up_dgrad, sequence_);
     }
     if (in_place_) return sequence_.select("up_projection_dgrad", experts_.up_dgrad);
@@ -272,10 +269,6 @@ class Backward {
   }
 
  private:
-  /// h is made in the memory of dh, again or of codes.
-  [[nodiscard]] bool makes_h() const noexcept {
-    return desc_.quantises() || desc_.save == SavePolicy::x;
-  }
   /// The rows that gradients of weights read.
   [[nodiscard]] MatrixRows x() const noexcept {
     if (!desc_.quantises()) return matrix_rows(args_.x);
@@ -330,7 +323,7 @@ class Backward {
   /// Serves routers whose dlogits are 0 but for the experts of a token.
   void put_router_part_in_rows() noexcept {
     if (!routed() || core::has_softmax_over_all(desc_.router.kind) || desc_.rounds_tokens() ||
-        args_.aux_dlogits.present() || codes_) {
+        args_.aux_dlogits.present() || desc_.quantises()) {
       return;
     }
     UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
@@ -474,7 +467,6 @@ class Backward {
   Wanted wanted_;
   bool in_place_;  ///< up_projection_dgrad writes dx
   bool is_whole_;
-  bool codes_ = multiplies_codes_backward(desc_);
   bool fp32_router_;  ///< beside bf16: its GEMMs multiply terms (host/split_fp32.hpp)
   Sequence& sequence_;
   BackwardArguments experts_;

@@ -216,23 +216,22 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
   };
   bool const routed = desc.router.kind != RouterKind::given;
   RouterBackward const router = router_backward_at_nowhere(desc);
-  bool const codes = multiplies_codes_backward(desc);
-  if (desc.quantises()) {
+  bool const codes = desc.quantises();
+  if (codes) {
     bool const h = pass != Pass::backward_weights;
     if (h && desc.save == SavePolicy::x) {
       ops.push_back(quantised(work::quantise_weights(desc, false), kMemoryBound));
       ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
       set_gemm(ops.back(), mean, width, s.hidden);
     }
-    if (h && codes) {
+    if (h) {
       ops.push_back(quantised(work::quantise_rows(desc), std::string("d_o; ") + kMemoryBound));
       ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
     }
-    bool const makes_h = h && !codes, makes_x = pass != Pass::backward_input;
-    if (makes_h || makes_x) {
+    if (pass != Pass::backward_input) {
       ops.push_back(quantised(
-          work::dequantise_rows(desc, rows, makes_h, makes_x),
-          std::string("codes to bf16, which other kernels of backward multiply; ") + kMemoryBound));
+          work::dequantise_rows(desc),
+          std::string("x8 to bf16, which gradients of weights multiply; ") + kMemoryBound));
     }
   }
   if (pass != Pass::backward_weights) {

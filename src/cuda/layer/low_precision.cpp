@@ -155,9 +155,8 @@ Status check_quantised(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pa
   TESSERA_TRY(check_base("dh", args.dh.data));
   TESSERA_TRY(check_base("a_scaled", args.a_scaled.data));
   if (pass == Pass::backward_weights) return {};
-  bool const codes = multiplies_codes_backward(desc);
-  if (codes) TESSERA_TRY(check_rows("d_o", matrix_rows(args.d_o)));
-  return codes || desc.save == SavePolicy::x ? check_weights(desc, args.weights, codes) : Status();
+  TESSERA_TRY(check_rows("d_o", matrix_rows(args.d_o)));
+  return check_weights(desc, args.weights, true);
 }
 
 void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
@@ -298,24 +297,6 @@ void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
                                             .experts = like.experts,
                                             .gmem_tile_counter = like.gmem_tile_counter},
                                            sequence.device().sm_count(), stream);
-  });
-}
-
-void add_dequantised_h(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
-                       std::byte* base, RoutingView const& tables, void* gmem_h,
-                       Sequence& sequence) noexcept {
-  MoeShape const& s = desc.shape;
-  Codes const h8 = h8_of(desc, args, plan, base);
-  sequence.add("dequantise h", [&](cudaStream_t stream) {
-    return launch_dequantise_rows({.gmem_codes = h8.gmem_codes,
-                                   .gmem_scales = h8.gmem_scales,
-                                   .row_step = 1,
-                                   .block_step = padded_scale_rows(desc.num_slots()),
-                                   .rows = desc.num_slots(),
-                                   .width = desc.up_width() * s.intermediate,
-                                   .gmem_num_rows = tables.expert_offsets + s.experts,
-                                   .gmem_values = gmem_h},
-                                  stream);
   });
 }
 

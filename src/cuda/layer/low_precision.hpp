@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of a layer whose operands are quantised (Precision::fp8), from the tensors of a call: the forward projections
-// and, where multiplies_codes_backward(), gradients of activations multiply codes; everything else in backward
-// multiplies bf16, made of the codes that forward saved.
+// The ops of a layer whose operands are quantised (Precision::fp8), from the tensors of a call: projections and
+// gradients of activations multiply codes; gradients of weights multiply bf16, x^ made of the codes that forward saved.
 #pragma once
 
 #include "cuda/host/low_precision.hpp"
@@ -32,11 +31,6 @@ void add_quantised_down_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
 void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
                             BackwardPlan const& plan, std::byte* base,
                             UpProjectionDgradArguments const& like, Sequence& sequence) noexcept;
-
-/// h^ [P,w*n] in bf16, as backward reads it, from the codes that forward saved or that add_h8() made.
-void add_dequantised_h(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
-                       std::byte* base, RoutingView const& tables, void* gmem_h,
-                       Sequence& sequence) noexcept;
 
 /// x^ [T,d] in bf16, which gradients of weights read.
 void add_dequantised_x(MoeDesc const& desc, MoeBackwardArgs const& args, void* gmem_x,

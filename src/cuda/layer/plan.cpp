@@ -133,11 +133,6 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   return out;
 }
 
-bool multiplies_codes_backward(MoeDesc const& desc) noexcept {
-  constexpr std::int64_t kTile = 256;  // columns of dA'
-  return desc.quantises() && desc.shape.intermediate % kTile == 0;
-}
-
 bool splits_rounded(MoeDesc const& desc) noexcept {
   return desc.rounds_tokens() && !core::has_softmax_over_all(desc.router.kind);
 }
@@ -188,14 +183,13 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
       out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
     }
     std::int64_t const width = desc.up_width() * n;
-    if (multiplies_codes_backward(desc)) {
+    if (quantises) {
       if (!desc.overwrite_h) out.h8 = out.dh8 = plan_codes(slots, width, true, plan);
       plan_codes_of_dgrads(desc, plan, out);
     }
     if (quantises && desc.save == SavePolicy::x) {
       before_dgrad = plan;
       out.w_up = plan_weight(desc, width, s.hidden, before_dgrad);
-      if (!multiplies_codes_backward(desc)) out.h8 = plan_codes(slots, width, true, before_dgrad);
     }
     std::int64_t const rows = slots * std::max(whole ? n : 0, column_chunk(desc));
     out.a_or_dx = plan.add<std::uint16_t>(std::max(rows, whole ? (packed + 1) / 2 : 0));

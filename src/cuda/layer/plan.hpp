@@ -99,10 +99,10 @@ struct BackwardPlan {
       member_dscores;                    ///< [T,K], token rounding without softmax_topk
   core::Region<std::int32_t> added_ids;  ///< [P], the same
   core::Region<std::byte> packed;        ///< PackedPlan; whole: in the place of dx rows, then dead
-  // These are of a layer that quantises; those behind h8 of multiplies_codes_backward().
+  // These are of a layer that quantises.
   core::Region<std::uint16_t> x;  ///< x^ [T,d] bf16, of passes with gradients of weights
   CodesRegion w_up;            ///< [E,w,n,d], SavePolicy::x; dead when down_projection_dgrad begins
-  CodesRegion h8;              ///< [P,w*n], SavePolicy::x; dead as well, if it becomes bf16
+  CodesRegion h8;              ///< [P,w*n], SavePolicy::x
   CodesRegion dh8;             ///< [P,w*n]; in the place of h8; absent: it lies over the caller's h
   CodesRegion d_o8, w_down_t;  ///< [T,d], [E,n,d]
   CodesRegion w_up_t;          ///< [E,d,w*n], in the place of d_o8 and w_down_t
@@ -122,9 +122,6 @@ PackedPlan plan_packed(MoeDesc const& desc) noexcept;
 bool splits_rounded(MoeDesc const& desc) noexcept;
 /// pass: backward, backward_input or backward_weights.
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept;
-/// True where gradients of activations multiply codes, as the recipe has it; else they are of bf16, made of the codes
-/// that forward saved.
-bool multiplies_codes_backward(MoeDesc const& desc) noexcept;
 
 struct GroupedGemmPlan {
   core::Region<std::int32_t> counters;        ///< [kNumTileCounters]

@@ -2,6 +2,8 @@
 // The layers that the CUDA backend serves; no device is asked.
 #include "cuda/layer/backend.hpp"
 
+#include <utility>
+
 #include "core/router_groups.hpp"
 #include "cuda/host/choice_limits.hpp"
 #include "tessera/names.hpp"
@@ -27,6 +29,63 @@ Status check_router(MoeDesc const& desc) noexcept {
   return {};
 }
 
+// The kernels that multiply codes hold segments in shared memory, and sizes in 32 bits.
+constexpr std::int64_t kMaxQuantisedExperts = 640, kMaxQuantisedRows = std::int64_t{1} << 30;
+constexpr std::int64_t kMaxQuantisedColumns = std::int64_t{1} << 22;
+constexpr std::int64_t kMaxGathered = std::int64_t{1} << 36;  // elements of x
+constexpr std::int64_t kQuantisedTile = 256;                  // sizes of which such layers have run
+
+Status at_most(char const* name, std::int64_t value, std::int64_t limit) noexcept {
+  if (value <= limit) return {};
+  return Status::unsupported(
+      "%s=%lld with precision=fp8: the CUDA backend serves up to %lld; use precision native", name,
+      static_cast<long long>(value), static_cast<long long>(limit));
+}
+
+/// Refuses what the kernels of quantised operands do not compute.
+Status check_precision(MoeDesc const& desc) noexcept {
+  if (desc.precision == Precision::mxfp8) {
+    return Status::unsupported(
+        "precision=mxfp8: Hopper's tensor cores have no blocks of 32; use fp8, native or device "
+        "cpu");
+  }
+  if (desc.activation.kind != ActivationKind::swiglu) {
+    return Status::unsupported(
+        "activation=%s with precision=fp8: the CUDA backend serves swiglu; use precision native",
+        name_of(kActivationNames, desc.activation.kind));
+  }
+  if (desc.bias) {
+    return Status::unsupported(
+        "bias with precision=fp8: the CUDA backend adds none to such products; use precision "
+        "native");
+  }
+  if (desc.pow2_scales) {
+    return Status::unsupported(
+        "pow2_scales with precision=fp8: the CUDA backend makes fp32 scales; leave it out");
+  }
+  bool const in_turns =
+      desc.layout.order == GateUpOrder::interleaved || desc.layout.order == GateUpOrder::blocked;
+  if (desc.layout.orientation == WeightOrientation::transposed && in_turns) {
+    return Status::unsupported(
+        "layout transposed, columns of gate and up in turns, with precision=fp8: the CUDA backend "
+        "reads no such columns; use another layout or precision native");
+  }
+  MoeShape const& s = desc.shape;
+  for (auto const& [name, value] :
+       {std::pair{"hidden", s.hidden}, std::pair{"intermediate", s.intermediate}}) {
+    if (value % kQuantisedTile == 0) continue;
+    return Status::unsupported(
+        "%s=%lld with precision=fp8: the CUDA backend needs a multiple of %lld; pad it or use "
+        "precision native",
+        name, static_cast<long long>(value), static_cast<long long>(kQuantisedTile));
+  }
+  TESSERA_TRY(at_most("experts", s.experts, kMaxQuantisedExperts));
+  TESSERA_TRY(at_most("slots", desc.num_slots(), kMaxQuantisedRows));
+  TESSERA_TRY(at_most("hidden", s.hidden, kMaxQuantisedColumns));
+  TESSERA_TRY(at_most("intermediate", s.intermediate, kMaxQuantisedColumns));
+  return at_most("tokens*hidden", s.tokens * s.hidden, kMaxGathered);
+}
+
 }  // namespace
 
 Status check_storage(DType dtype) noexcept {
@@ -36,12 +95,8 @@ Status check_storage(DType dtype) noexcept {
 }
 
 Status check_supported(MoeDesc const& desc) noexcept {
-  if (desc.quantises()) {
-    return Status::unsupported(
-        "precision=%s: on a GPU there is no fp8 layer yet; use precision native",
-        name_of(kPrecisionNames, desc.precision));
-  }
   TESSERA_TRY(check_storage(desc.dtype));
+  if (desc.quantises()) TESSERA_TRY(check_precision(desc));
   return check_router(desc);
 }
 

@@ -97,7 +97,8 @@ def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
         tests = listed_tests(folder)
         suites = suites_of(folder, tests)
         start = time.monotonic()
-        code = subprocess.run(command, check=False).returncode
+        # Tests run side by side: threads of one that spin while they wait would take the other's processor.
+        code = subprocess.run(command, check=False, env={"OMP_WAIT_POLICY": "passive", **os.environ}).returncode
         results = read_junit(junit, suites) if junit.is_file() else []
     for result in results:
         if result.outcome == "failed":

@@ -129,10 +129,10 @@ class Verify(Cli):
         self.assertEqual(chosen["up_projection_wgrad"], ["cpu/parallel"])
 
     def test_random(self):
-        done = self.run_tessera("verify", "--random", "10", "--seed", "5", code=0)
+        done = self.run_tessera("verify", "--random", "5", "--seed", "5", code=0)
         lines = done.stdout.splitlines()
-        self.assertEqual(len(lines), 11)
-        self.assertIn("10 of 10 cases passed, 2 with T >= 512", lines[-1])
+        self.assertEqual(len(lines), 6)
+        self.assertIn("5 of 5 cases passed, 1 with T >= 512", lines[-1])
 
     def test_random_takes_no_layer(self):
         for flags in (["--router", "sigmoid-bias"], ["--dtype", "bf16"], ["--tokens", "8"], ["--bias"],
@@ -140,7 +140,7 @@ class Verify(Cli):
             self.refuse("verify", "--random", "1", *flags, naming=flags[0])
 
     def test_equal_seeds_give_equal_lines(self):
-        lines = [self.run_tessera("verify", "--random", "4", "--seed", "8", code=0).stdout for _ in "ab"]
+        lines = [self.run_tessera("verify", "--random", "2", "--seed", "6", code=0).stdout for _ in "ab"]
         self.assertEqual(*lines)
 
     def test_random_commands_reproduce_their_case(self):

@@ -135,7 +135,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ and len(sys.argv) == 4:
         rank_of_group(sys.argv[1], sys.argv[2] == "1", sys.argv[3])
     elif gpu.missing() is None and torch.cuda.device_count() < 2:
-        print("skipped: one GPU; two are needed, on one host")
+        print("skipped: two GPUs of one host are needed; run on a machine with two Hopper GPUs")
         sys.exit(77)
     else:
         gpu.main()

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import unittest
 
+import tier
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -62,6 +63,7 @@ class Processes(unittest.TestCase):
         dcp_to_torch_save(place, self.folder / "state.pt")
         return dict(flat(torch.load(self.folder / "state.pt", weights_only=False)))
 
+    @tier.deep  # half a minute of two processes
     def test_killed_and_resumed(self):
         whole, broken = self.folder / "whole", self.folder / "broken"
         output = self.finish(self.start(self.command(whole)))

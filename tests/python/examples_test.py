@@ -113,6 +113,7 @@ class Examples(unittest.TestCase):
         losses = re.findall(r"loss ([0-9.]+)$", result.stdout, re.MULTILINE)
         return float(difference), [float(loss) for loss in losses], result.stdout
 
+    @tier.deep  # several_hosts_test has the layer over hosts, test_experts_over_two_ranks the example
     def test_experts_over_two_pretended_hosts(self):
         """Losses of one process, but for the order of sums, with all else under HSDP."""
         difference, losses, _ = self.run_over_hosts(2, 2, "--steps", "6", "--hidden", "48", "--context", "32")

@@ -69,10 +69,14 @@ test: bootstrap
 	@tools/beside.sh 'tools/bootstrap.sh python' '$(MAKE) build $(CUDA_BUILD)'
 	@tools/run_tests.py build $(CUDA_TESTS) --jobs $(JOBS) --ctest=--label-exclude --ctest='^deep$$'
 
+.PHONY: build_deep
+build_deep: build/build.ninja
+	cmake --build build --parallel $(JOBS) --target deep_tests
+
 # Label `deep`; what a suite needs beyond .venv it sets up itself.
 .PHONY: test-deep
 test-deep: bootstrap
-	@tools/beside.sh 'tools/bootstrap.sh python' '$(MAKE) build'
+	@tools/beside.sh 'tools/bootstrap.sh python' '$(MAKE) build build_deep'
 	@tools/run_tests.py build:deep --jobs $(JOBS)
 
 .PHONY: cuda

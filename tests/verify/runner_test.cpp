@@ -18,7 +18,7 @@ Context make_context(std::int32_t threads) {
 
 TEST(Runner, TheLibraryPassesRandomCases) {
   Context const one = make_context(1), three = make_context(3);
-  for (auto const& random_case : random_cases(three, 25, 2026)) {
+  for (auto const& random_case : random_cases(three, 12, 2026)) {
     auto const result = verify_case(three, one, random_case.layer_case);
     ASSERT_TRUE(result.ok()) << result.status().text();
     std::string failures;

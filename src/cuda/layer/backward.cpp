@@ -482,7 +482,7 @@ class Backward {
 
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
                     RoutingView const& routing, Pass pass, Stream stream) noexcept {
-  if (desc.quantises()) TESSERA_TRY(check_quantised(desc, args, pass));
+  if (desc.quantises()) TESSERA_TRY(check_quantised(device.architecture(), desc, args, pass));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_backward"};

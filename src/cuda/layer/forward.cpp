@@ -306,7 +306,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
 
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
                    RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept {
-  if (desc.quantises()) TESSERA_TRY(check_quantised(desc, args));
+  if (desc.quantises()) TESSERA_TRY(check_quantised(device.architecture(), desc, args));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_forward"};

@@ -20,6 +20,13 @@ Status refused(char const* name, char const* what) noexcept {
       name, what);
 }
 
+Status check_kernels(Architecture architecture) noexcept {
+  if (architecture == Architecture::sm_90) return {};
+  return Status::unsupported(
+      "precision=fp8 on sm_100a: only kernels of sm_90a multiply codes so far; use precision "
+      "native");
+}
+
 Status check_base(char const* name, void const* gmem) noexcept {
   if (reinterpret_cast<std::uintptr_t>(gmem) % kAlignment == 0) return {};
   return refused(name, "its address is no multiple of 16");
@@ -142,14 +149,18 @@ void add_up_projection(MoeDesc const& desc, RoutingView const& tables, Codes con
 
 }  // namespace
 
-Status check_quantised(MoeDesc const& desc, MoeForwardArgs const& args) noexcept {
+Status check_quantised(Architecture architecture, MoeDesc const& desc,
+                       MoeForwardArgs const& args) noexcept {
+  TESSERA_TRY(check_kernels(architecture));
   TESSERA_TRY(check_rows("x", matrix_rows(args.x)));
   TESSERA_TRY(check_base("x8", args.x8.data));
   TESSERA_TRY(check_base("h", args.h.data));
   return check_weights(desc, args.weights, true);
 }
 
-Status check_quantised(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexcept {
+Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwardArgs const& args,
+                       Pass pass) noexcept {
+  TESSERA_TRY(check_kernels(architecture));
   TESSERA_TRY(check_base("x8", args.x8.data));
   TESSERA_TRY(check_base("h", args.h.data));
   TESSERA_TRY(check_base("dh", args.dh.data));

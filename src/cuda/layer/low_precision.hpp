@@ -4,14 +4,18 @@
 #pragma once
 
 #include "cuda/host/low_precision.hpp"
+#include "cuda/layer/architecture.hpp"
 #include "cuda/layer/sequence.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::cuda {
 
-/// Refuses tensors whose addresses or strides are no multiples of 16 bytes. Errors: unsupported.
-Status check_quantised(MoeDesc const& desc, MoeForwardArgs const& args) noexcept;
-Status check_quantised(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexcept;
+/// Refuses architectures without kernels for codes, and tensors whose addresses or strides are no multiples of 16
+/// bytes. Errors: unsupported.
+Status check_quantised(Architecture architecture, MoeDesc const& desc,
+                       MoeForwardArgs const& args) noexcept;
+Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwardArgs const& args,
+                       Pass pass) noexcept;
 
 /// x to x8, weights to codes, up and down projection: x to the rows of y.
 void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,

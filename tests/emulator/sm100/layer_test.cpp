@@ -289,6 +289,22 @@ TEST(LayerSm100, ColumnsInChunks) {
   }
 }
 
+// Kernels for codes are sm_90a's, which a GPU of sm_100a does not run.
+TEST(LayerSm100, RefusesCodes) {
+  start_played_cuda({.major = 10, .sm_count = 2});
+  auto const device = DeviceContext::open(0, Unproven::taken);
+  ASSERT_TRUE(device.ok()) << device.status().text();
+  MoeDesc desc;
+  desc.shape = {.tokens = 8, .hidden = 256, .intermediate = 256, .experts = 2, .top_k = 1};
+  desc.dtype = DType::bf16;
+  desc.precision = Precision::fp8;
+  Status const statuses[] = {moe_forward(*device.value(), desc, {}, {}, 0, {}),
+                             moe_backward(*device.value(), desc, {}, {}, Pass::backward, {})};
+  for (Status const& status : statuses) {
+    EXPECT_EQ(std::string(status.text()).find("precision=fp8 on sm_100a"), 0) << status.text();
+  }
+}
+
 // Nobody gets such a context without asking for it.
 TEST(LayerSm100, IsRefusedUnlessItIsAskedFor) {
   start_played_cuda({.major = 10, .sm_count = 2});

@@ -92,12 +92,22 @@ def divided(sass: str) -> dict[str, bool]:
     return names
 
 
+def without_parameters(signature: str) -> str:
+    """A function's name: what stands before the parenthesis that the last one closes."""
+    depth = 0
+    for at in range(len(signature) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(signature[at], 0)
+        if depth == 0:
+            return signature[:at] if signature.endswith(")") else signature
+    return signature
+
+
 def demangle(names: list[str]) -> list[str]:
     result = subprocess.run(["c++filt"], input="\n".join(names), check=True, capture_output=True, text=True)
     short = []
     for name in result.stdout.splitlines():
         name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::|tessera::(cuda|expert_parallel)::", "", name)
-        short.append(re.sub(r"^void ", "", name).rsplit("(", 1)[0])
+        short.append(without_parameters(re.sub(r"^void ", "", name)))
     return short
 
 

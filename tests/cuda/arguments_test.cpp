@@ -14,33 +14,10 @@
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/plan.hpp"
 #include "cuda/layer/select.hpp"
+#include "small_weights.hpp"
 
 namespace tessera::cuda {
 namespace {
-
-constexpr std::int64_t kExperts = 3, kHidden = 5, kIntermediate = 8;
-
-MoeDesc desc_of(WeightLayout const& layout, ActivationKind activation) {
-  MoeDesc desc;
-  desc.shape = {.tokens = 4,
-                .hidden = kHidden,
-                .intermediate = kIntermediate,
-                .experts = kExperts,
-                .top_k = 2};
-  desc.dtype = DType::bf16;
-  desc.layout = layout;
-  desc.activation.kind = activation;
-  desc.bias = true;
-  return desc;
-}
-
-/// Elements from the start of `tensor` to element (expert, row, column) of `rows`.
-std::int64_t place(WeightRows const& rows, ConstTensor const& tensor, std::int64_t expert,
-                   std::int64_t row, std::int64_t column) {
-  auto const start = static_cast<char const*>(rows.gmem) - static_cast<char const*>(tensor.data);
-  return start / static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) +
-         rows.row_offset(expert, row) + column * rows.column_stride;
-}
 
 void check_up(MoeDesc const& desc, ExpertWeights const& weights, WeightViews const& views) {
   bool const apart = desc.layout.orientation == WeightOrientation::separate;

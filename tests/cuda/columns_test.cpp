@@ -6,33 +6,10 @@
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/plan.hpp"
+#include "small_weights.hpp"
 
 namespace tessera::cuda {
 namespace {
-
-constexpr std::int64_t kExperts = 3, kHidden = 5, kIntermediate = 8;
-
-MoeDesc desc_of(WeightLayout const& layout, ActivationKind activation) {
-  MoeDesc desc;
-  desc.shape = {.tokens = 4,
-                .hidden = kHidden,
-                .intermediate = kIntermediate,
-                .experts = kExperts,
-                .top_k = 2};
-  desc.dtype = DType::bf16;
-  desc.layout = layout;
-  desc.activation.kind = activation;
-  desc.bias = true;
-  return desc;
-}
-
-/// Elements from the start of `tensor` to element (expert, row, column) of `rows`.
-std::int64_t place(WeightRows const& rows, ConstTensor const& tensor, std::int64_t expert,
-                   std::int64_t row, std::int64_t column) {
-  auto const start = static_cast<char const*>(rows.gmem) - static_cast<char const*>(tensor.data);
-  return start / static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) +
-         rows.row_offset(expert, row) + column * rows.column_stride;
-}
 
 // Kernels that are given some columns find what those of the whole call find there.
 TEST(ColumnsOf, AreThoseOfTheWholeCall) {

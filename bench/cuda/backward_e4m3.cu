@@ -25,7 +25,7 @@ using cuda::gemm::Major;
 
 constexpr ActivationKind kKind = ActivationKind::swiglu;
 
-// Of the rows `gmem_rows`: dg, du, a' and <t, a> of one column, [i][4][n], one thread a column.
+// Computes dg, du, a' and the terms of <t, a> for the rows `gmem_rows`, into [i][4][n]; one thread takes a column.
 __global__ void plain_down_rows(DownProjectionDgradE4m3Arguments p, int64_t pitch,
                                 int const* gmem_rows, float* gmem_out) {
   int64_t const d = p.hidden, n = p.intermediate;
@@ -54,7 +54,7 @@ __global__ void plain_down_rows(DownProjectionDgradE4m3Arguments p, int64_t pitc
   }
 }
 
-// The same of dx rows, [i][d].
+// Computes their dx rows, [i][d].
 __global__ void plain_up_rows(UpProjectionDgradE4m3Arguments p, int64_t pitch, int const* gmem_rows,
                               float* gmem_dx) {
   int64_t const d = p.hidden, k = 2 * p.intermediate;
@@ -131,25 +131,13 @@ struct Problem {
     quantise_w_down();
     int64_t const blocks = 2 * s.intermediate / kBlock;
     DeviceBuffer<float> scales(rows * blocks);
-    TESSERA_CUDA(cuda::launch_quantise_rows_kernel({.gmem_x = h.get(),
-                                                    .rows = rows,
-                                                    .width = 2 * s.intermediate,
-                                                    .pitch = 2 * s.intermediate,
-                                                    .gmem_codes = h8.get(),
-                                                    .gmem_scales = scales.get()},
-                                                   nullptr));
+    quantise_rows(h.get(), rows, 2 * s.intermediate, h8.get(), scales.get());
     sort_scales<<<4096, 256>>>(scales.get(), rows, blocks, pitch, h_scales.get());
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
   void quantise_d_o() const {
-    TESSERA_CUDA(cuda::launch_quantise_rows_kernel({.gmem_x = d_o.get(),
-                                                    .rows = shape.tokens,
-                                                    .width = shape.hidden,
-                                                    .pitch = shape.hidden,
-                                                    .gmem_codes = d_o8.get(),
-                                                    .gmem_scales = d_o_scales.get()},
-                                                   nullptr));
+    quantise_rows(d_o.get(), shape.tokens, shape.hidden, d_o8.get(), d_o_scales.get());
   }
   // x^ of x8, whose place dO8 takes; dx rows lie there afterwards.
   void dequantise_x() const {
@@ -165,33 +153,15 @@ struct Problem {
                                                      nullptr));
   }
   void quantise_w_up() const {
-    int64_t const d = shape.hidden, n = shape.intermediate;
-    TESSERA_CUDA(
-        cuda::launch_quantise_weights_kernel({.w = {cuda::contiguous_half(w_up.get(), 2, 0, n, d),
-                                                    cuda::contiguous_half(w_up.get(), 2, 1, n, d)},
-                                              .rows = n,
-                                              .width = d,
-                                              .halves = 2,
-                                              .experts = shape.experts,
-                                              .gmem_codes = nullptr,
-                                              .gmem_codes_t = w_up_t.get(),
-                                              .gmem_scales = nullptr,
-                                              .gmem_scales_t = w_up_t_scales.get()},
-                                             nullptr));
+    auto args = weights_to_quantise(w_up.get(), 2, shape.intermediate, shape.hidden, shape.experts);
+    args.gmem_codes_t = w_up_t.get(), args.gmem_scales_t = w_up_t_scales.get();
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(args, nullptr));
   }
   void quantise_w_down() const {
-    int64_t const d = shape.hidden, n = shape.intermediate;
-    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(
-        {.w = {cuda::contiguous_half(w_down.get(), 1, 0, d, n), {}},
-         .rows = d,
-         .width = n,
-         .halves = 1,
-         .experts = shape.experts,
-         .gmem_codes = nullptr,
-         .gmem_codes_t = w_down_t.get(),
-         .gmem_scales = nullptr,
-         .gmem_scales_t = w_down_t_scales.get()},
-        nullptr));
+    auto args =
+        weights_to_quantise(w_down.get(), 1, shape.hidden, shape.intermediate, shape.experts);
+    args.gmem_codes_t = w_down_t.get(), args.gmem_scales_t = w_down_t_scales.get();
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(args, nullptr));
   }
 
   DownProjectionDgradE4m3Arguments down_e4m3() const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks of e4m3 operands share: shapes, sums of products in blocks, comparison of bytes and of codes, and
-// candidates that are timed in turns. Kernels run in random order and the host never waits in between.
+// Shapes, quantisers, sums of products in blocks, comparison of bytes and of codes, and candidates that are timed in
+// turns: both benchmarks of e4m3 operands use them. Kernels run in random order and the host never waits in between.
 //   PROGRAM [--config NAME[,NAME]] [--iters N] [--json FILE]
 #pragma once
 
@@ -69,6 +69,33 @@ inline bool codes_are_right(std::vector<bf16> const& values, std::vector<uint8_t
     }
   }
   return true;
+}
+
+// x (rows,width) to codes and scales.
+inline void quantise_rows(bf16 const* gmem_x, int64_t rows, int64_t width, uint8_t* gmem_codes,
+                          float* gmem_scales) {
+  TESSERA_CUDA(cuda::launch_quantise_rows_kernel({.gmem_x = gmem_x,
+                                                  .rows = rows,
+                                                  .width = width,
+                                                  .pitch = width,
+                                                  .gmem_codes = gmem_codes,
+                                                  .gmem_scales = gmem_scales},
+                                                 nullptr));
+}
+
+// Contiguous weights (E,halves,rows,width), as the kernel takes them; where codes go is left to the caller.
+inline cuda::QuantiseWeightsArguments weights_to_quantise(bf16 const* gmem_w, int halves,
+                                                          int64_t rows, int64_t width,
+                                                          int experts) {
+  return {.w = {cuda::contiguous_half(gmem_w, halves, 0, rows, width),
+                halves == 2 ? cuda::contiguous_half(gmem_w, halves, 1, rows, width)
+                            : cuda::WeightRows{}},
+          .rows = rows,
+          .width = width,
+          .halves = halves,
+          .experts = experts,
+          .gmem_codes = nullptr,
+          .gmem_scales = nullptr};
 }
 
 struct Candidate {

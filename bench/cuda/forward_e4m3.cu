@@ -98,36 +98,18 @@ struct Problem {
   }
 
   void quantise_x() const {
-    TESSERA_CUDA(cuda::launch_quantise_rows_kernel({.gmem_x = x.get(),
-                                                    .rows = shape.tokens,
-                                                    .width = shape.hidden,
-                                                    .pitch = shape.hidden,
-                                                    .gmem_codes = x8.get(),
-                                                    .gmem_scales = x_scales.get()},
-                                                   nullptr));
+    quantise_rows(x.get(), shape.tokens, shape.hidden, x8.get(), x_scales.get());
   }
   void quantise_w() const {
-    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(
-        {.w = {cuda::contiguous_half(w.get(), 2, 0, shape.intermediate, shape.hidden),
-               cuda::contiguous_half(w.get(), 2, 1, shape.intermediate, shape.hidden)},
-         .rows = shape.intermediate,
-         .width = shape.hidden,
-         .halves = 2,
-         .experts = shape.experts,
-         .gmem_codes = w8.get(),
-         .gmem_scales = w_scales.get()},
-        nullptr));
+    auto args = weights_to_quantise(w.get(), 2, shape.intermediate, shape.hidden, shape.experts);
+    args.gmem_codes = w8.get(), args.gmem_scales = w_scales.get();
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(args, nullptr));
   }
   void quantise_w_down() const {
-    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(
-        {.w = {cuda::contiguous_half(w_down.get(), 1, 0, shape.hidden, shape.intermediate)},
-         .rows = shape.hidden,
-         .width = shape.intermediate,
-         .halves = 1,
-         .experts = shape.experts,
-         .gmem_codes = w_down8.get(),
-         .gmem_scales = w_down_scales.get()},
-        nullptr));
+    auto args =
+        weights_to_quantise(w_down.get(), 1, shape.hidden, shape.intermediate, shape.experts);
+    args.gmem_codes = w_down8.get(), args.gmem_scales = w_down_scales.get();
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(args, nullptr));
   }
 
   UpProjectionFwdE4m3Arguments e4m3(bool to_bf16) const {

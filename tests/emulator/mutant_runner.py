@@ -74,7 +74,7 @@ def main(mutants, quick, run):
     parser = argparse.ArgumentParser()
     for flag in ("--compiler", "--tree", "--objects", "--libraries"):
         parser.add_argument(flag, required=True)
-    parser.add_argument("--quick", action="store_true", help="one of every kind")
+    parser.add_argument("--quick", action="store_true", help="a few of them")
     args = parser.parse_args()
     for mutant in mutants:  # of all: a text that has changed would else be found by night
         text_of(pathlib.Path(args.tree), mutant)

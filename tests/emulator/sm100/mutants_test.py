@@ -2,7 +2,7 @@
 """Errors in kernels of sm_100a that emulator_sm100_test has to notice: each in a copy of the sources, compiled and run.
 
 The words that each must cause are the emulator's where it reports the mistake (tensor_memory.hpp), and the test's where
-only a wrong result shows it. `--quick` takes one of every kind.
+only a wrong result shows it. `--quick` takes two.
 """
 
 import pathlib

@@ -66,7 +66,7 @@ class Configuration:
 CONFIGURATIONS = {
     "7B-n256": Configuration(44, 1536, 12, 12, 128, 256, 128, 8, 50_304, True, 4096),
     "Qwen3-30B": Configuration(48, 2048, 32, 4, 128, 768, 128, 8, 151_936, False, 4096),
-    # Of bench/quality, 95 M parameters and 12.7 M active ones: K/E of 2/64 and of 4/128.
+    # bench/quality trains these two: 95 M parameters, 12.7 M of them active; K/E is 2/64 and 4/128.
     "95M-2of64": Configuration(6, 384, 6, 6, 64, 192, 64, 2, 16_384, True, 1024),
     "95M-4of128": Configuration(6, 384, 6, 6, 64, 96, 128, 4, 16_384, True, 1024),
     # For a CPU: `small` learns something within minutes, `tiny` is for tests.

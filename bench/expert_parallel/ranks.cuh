@@ -56,7 +56,7 @@ inline bool connect_gpus(int gpus) {
   return true;
 }
 
-// What ranks exchange, be they threads or processes.
+// Memory through which ranks exchange texts and wait for each other, be they threads or processes.
 struct Talk : Meeting {
   int ranks;
   char text[kMaxRanks][Status::kTextBytes];

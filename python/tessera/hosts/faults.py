@@ -16,7 +16,7 @@ _PLACE = re.compile(r"\[[^\]]*:\d+\] |NCCL error in: \S+:\d+, ")
 # REPORT_SECONDS of these it waits for those that are about to fail, too.
 STORE_SECONDS = 2
 REPORT_SECONDS = 1
-# What a session on GPUs says of a pass that has failed there: that a rank did not come, or another fault.
+# An ExpertParallel on GPUs begins its error so where a pass has failed: a rank did not come, or another fault.
 _OF_SESSION = re.compile(r"rank \d+ (waited )?")
 _FAILED = re.compile(r"failed in pass \d+, waiting for (.*)")
 
@@ -64,7 +64,7 @@ class Faults:
 
     @contextlib.contextmanager
     def within_host(self):
-        """What a session on GPUs says in it is named: it numbers the ranks of this host from 0 on."""
+        """Names what an ExpertParallel on GPUs raises in it, which numbers the ranks of this host from 0 on."""
         try:
             yield
         except RuntimeError as error:

@@ -6,7 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "cuda/host/choice_limits.hpp"
+#include "cuda/host/kernel_limits.hpp"
 #include "cuda/layer/architecture.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/error_word.hpp"

@@ -2,7 +2,7 @@
 """Errors in emulated kernels that emulator_test has to notice: each in a copy of the sources, compiled and run.
 
 What a GPU's memory may reorder is none of them: fences do nothing here (emulator.hpp). All of them take many minutes;
-`--quick` takes one of every kind, with the tests that notice it.
+`--quick` takes a few, with the tests that notice them.
 """
 import re
 import sys
@@ -212,7 +212,7 @@ MUTANTS = [
     ("codes of up lie over those of gate in the transpose", "cuda/kernels/quantise.cuh",
      "* turned_pitch + half * p.rows +", "* turned_pitch +", "FAILED  ] Quantise"),
     ("bf16 of codes have the scale of the next block", "cuda/kernels/quantise.cuh",
-     "share / (kQuantiseBlock / kWideShare);", "share / (kQuantiseBlock / kWideShare) + 1;", "FAILED  ] Quantise"),
+     "share / (kScaleBlock / kWideShare);", "share / (kScaleBlock / kWideShare) + 1;", "FAILED  ] Quantise"),
     ("a row that no expert has becomes bf16", "cuda/kernels/quantise.cuh",
      "rows = *p.gmem_num_rows;", "rows = *p.gmem_num_rows + 1;", "FAILED  ] Quantise"),
     ("codes of a row past its expert are stored", "cuda/epilogue/activation_e4m3.cuh",
@@ -370,7 +370,7 @@ MUTANTS = [
      "arch::bulk_store_wait<1>();", "", "the window"),
 ]
 
-# One of every kind, and the tests that notice it: waits of the fused kernel, banks of its counters, GEMMs, scales,
+# A few, and the tests that notice them: waits of the fused kernel, banks of its counters, GEMMs, scales,
 # activations, and what unfused kernels pull and push.
 QUICK = {
     "a task begins without its rows": "FusedForward.GivesTheBits*",

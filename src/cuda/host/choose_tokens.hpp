@@ -67,7 +67,7 @@ constexpr size_t choose_tokens_workspace_bytes(int64_t tokens, int64_t experts) 
 }
 
 /// Launches on `stream`; allocates nothing, waits for nothing. For equal logits the slots and the bits of the CPU's.
-/// cudaErrorInvalidValue: more than 32 groups, or than kMaxChoosingExperts experts (choice_limits.hpp).
+/// cudaErrorInvalidValue: more than 32 groups, or than kMaxChoosingExperts experts (kernel_limits.hpp).
 cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t stream);
 
 }  // namespace tessera::cuda

@@ -13,6 +13,9 @@
 
 namespace tessera::cuda {
 
+constexpr int kScaleBlock =
+    128;  // elements that share a scale; in weights, rows as well (gemm::kScaleBlock)
+
 /// codes and scales of x, in blocks of 1 x 128: those of tessera::quantise() with QuantiseBlock::row_128 and
 /// ScaleLayout::matrix, byte for byte.
 struct QuantiseRowsArguments {

@@ -125,9 +125,6 @@ struct Refusal {
   [[nodiscard]] bool refused() const { return text[0] != '\0'; }
 };
 
-constexpr int kMaxGemmSegments =
-    640;  // experts: their offsets lie in shared memory (gemm::kMaxSegments)
-
 /// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait
 /// for nothing.
 cudaError_t launch_router_logits(RouterLogitsArguments const& args, int sm_count,

@@ -22,6 +22,7 @@
 #include "../epilogue/store.cuh"
 #include "../gemm/sm90/roles.cuh"
 #include "../host/gemm_params.hpp"
+#include "../host/kernel_limits.hpp"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"

@@ -19,6 +19,8 @@
 
 namespace tessera::cuda {
 
+static_assert(kScaleBlock == gemm::kScaleBlock);
+
 // A config is a type with `static constexpr gemm::GemmConfig gemm`.
 struct DownProjectionFwdE4m3Params {
   gemm::GemmParams gemm;

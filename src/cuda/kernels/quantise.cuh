@@ -23,10 +23,10 @@
 
 namespace tessera::cuda {
 
-constexpr int kQuantiseThreads = 256, kQuantiseBlock = 128;
+constexpr int kQuantiseThreads = 256;
 constexpr int kShareElements = 8;  // of a lane: 16 bytes of bf16, 8 of codes
 constexpr int kQuantiseWarps = kQuantiseThreads / arch::kWarpThreads;
-constexpr int kBlockLanes = kQuantiseBlock / kShareElements;
+constexpr int kBlockLanes = kScaleBlock / kShareElements;
 
 // The largest magnitude of eight bf16, as bits of fp32.
 __device__ __forceinline__ uint32_t largest_of(uint4 share) {
@@ -63,7 +63,7 @@ constexpr int kBlocksOfCta = kQuantiseThreads / kBlockLanes * kRowsInFlight;
 
 __global__ void __launch_bounds__(kQuantiseThreads)
     quantise_rows(__grid_constant__ QuantiseRowsArguments const p) {
-  uint32_t const across = uint32_t(p.width / kQuantiseBlock);
+  uint32_t const across = uint32_t(p.width / kScaleBlock);
   int64_t const blocks = p.rows * across;
   int const lane = static_cast<int>(threadIdx.x) % kBlockLanes;
   // Blocks of a CTA are neighbours.
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
     if (block >= blocks) continue;
     int64_t const row = block / across, column = block % across;
     shares[i] = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.gmem_x) +
-                                                     row * p.pitch + column * kQuantiseBlock +
+                                                     row * p.pitch + column * kScaleBlock +
                                                      lane * kShareElements));
   }
   TESSERA_UNROLL
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
     core::BlockScale const scale =
         quantise_scale(fold_largest<kBlockLanes>(largest_of(shares[i])), p.pow2);
     if (block < blocks) {
-      auto* const gmem_codes = static_cast<uint8_t*>(p.gmem_codes) + block * kQuantiseBlock;
+      auto* const gmem_codes = static_cast<uint8_t*>(p.gmem_codes) + block * kScaleBlock;
       reinterpret_cast<uint2*>(gmem_codes)[lane] = codes_of(shares[i], scale.inverse);
       if (lane == 0) p.gmem_scales[block] = scale.scale;
     }
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(kQuantiseThreads)
 
 inline cudaError_t launch_quantise_rows_kernel(QuantiseRowsArguments const& args,
                                                cudaStream_t stream) {
-  if (args.width % kQuantiseBlock != 0 || args.pitch % kShareElements != 0) {
+  if (args.width % kScaleBlock != 0 || args.pitch % kShareElements != 0) {
     return cudaErrorInvalidValue;
   }
-  int64_t const blocks = args.rows * (args.width / kQuantiseBlock);
+  int64_t const blocks = args.rows * (args.width / kScaleBlock);
   if (blocks == 0) return cudaSuccess;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned((blocks + kBlocksOfCta - 1) / kBlocksOfCta));
@@ -110,12 +110,12 @@ inline cudaError_t launch_quantise_rows_kernel(QuantiseRowsArguments const& args
 // A block's lines in the order of memory: its rows, or columns of weights that are stored transposed. Codes leave as
 // they lie, from registers, and turned, by way of shared memory.
 constexpr int kRowsAtOnce = kQuantiseThreads / kBlockLanes;
-constexpr int kShares = kQuantiseBlock / kRowsAtOnce;
-constexpr int kLineWords = kQuantiseBlock / 4;
+constexpr int kShares = kScaleBlock / kRowsAtOnce;
+constexpr int kLineWords = kScaleBlock / 4;
 
 struct QuantiseWeightsStorage {
   uint32_t largest[kQuantiseWarps];
-  uint32_t codes[kQuantiseBlock * kLineWords];  // word w of line i at i * kLineWords + (w ^ i / 4)
+  uint32_t codes[kScaleBlock * kLineWords];  // word w of line i at i * kLineWords + (w ^ i / 4)
 };
 
 // Word w of four words that hold four lines of four bytes each: byte w of every line.
@@ -131,12 +131,12 @@ __global__ void __launch_bounds__(kQuantiseThreads)
   TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<QuantiseWeightsStorage*>(smem_raw);
   // A block of (expert, half, block of rows), and one of columns: those that share a row are neighbours.
-  int64_t const across = p.width / kQuantiseBlock, down = p.rows / kQuantiseBlock;
+  int64_t const across = p.width / kScaleBlock, down = p.rows / kScaleBlock;
   int64_t const block_row = blockIdx.x / across, block_column = blockIdx.x % across;
   int64_t const matrix = block_row / down, expert = matrix / p.halves;
   int const half = static_cast<int>(matrix % p.halves);
-  int64_t const first_row = block_row % down * kQuantiseBlock;
-  int64_t const first_column = block_column * kQuantiseBlock;
+  int64_t const first_row = block_row % down * kScaleBlock;
+  int64_t const first_column = block_column * kScaleBlock;
   WeightRows const& w = p.w[half];
   bool const is_transposed = w.column_stride != 1;
   int const lane = static_cast<int>(threadIdx.x) % kBlockLanes;
@@ -215,11 +215,11 @@ __global__ void __launch_bounds__(kQuantiseThreads)
 
 inline cudaError_t launch_quantise_weights_kernel(QuantiseWeightsArguments const& args,
                                                   cudaStream_t stream) {
-  if (args.rows % kQuantiseBlock != 0 || args.width % kQuantiseBlock != 0) {
+  if (args.rows % kScaleBlock != 0 || args.width % kScaleBlock != 0) {
     return cudaErrorInvalidValue;
   }
-  int64_t const blocks = int64_t{args.halves} * args.experts * (args.rows / kQuantiseBlock) *
-                         (args.width / kQuantiseBlock);
+  int64_t const blocks =
+      int64_t{args.halves} * args.experts * (args.rows / kScaleBlock) * (args.width / kScaleBlock);
   if (blocks == 0) return cudaSuccess;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
     int64_t const row = first_row + at / of_row;
     if (row >= rows) continue;
     codes[i] = __ldg(static_cast<uint4 const*>(p.gmem_codes) + row * of_row + share);
-    int64_t const block = share / (kQuantiseBlock / kWideShare);
+    int64_t const block = share / (kScaleBlock / kWideShare);
     scales[i] = __ldg(p.gmem_scales + row * p.row_step + block * p.block_step);
   }
   TESSERA_UNROLL
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
 
 inline cudaError_t launch_dequantise_rows_kernel(DequantiseRowsArguments const& args,
                                                  cudaStream_t stream) {
-  if (args.width % kQuantiseBlock != 0) return cudaErrorInvalidValue;
+  if (args.width % kScaleBlock != 0) return cudaErrorInvalidValue;
   int64_t const shares = args.rows * (args.width / kWideShare);
   if (shares == 0) return cudaSuccess;
   constexpr int64_t kOfCta = int64_t{kSharesInFlight} * kQuantiseThreads;

@@ -8,15 +8,13 @@
 namespace tessera::cuda {
 namespace {
 
-constexpr std::int64_t kBlock = 128;
 constexpr std::uintptr_t kAlignment = 16;
 constexpr std::int64_t kVector = 8;  // elements of bf16 in 16 bytes
 
 Status refused(char const* name, char const* what) noexcept {
   return Status::unsupported(
       "%s: %s, and kernels of precision=fp8 copy 16 bytes at a time; copy it into contiguous, "
-      "aligned "
-      "memory",
+      "aligned memory",
       name, what);
 }
 
@@ -67,8 +65,8 @@ std::int32_t const* gather_index(MoeDesc const& desc, RoutingView const& tables)
 
 /// Codes with their scales.
 struct Codes {
-  void* gmem_codes;
-  float* gmem_scales;
+  void* gmem_codes = nullptr;
+  float* gmem_scales = nullptr;
 };
 template <class AnyTensor>
 Codes codes_of(AnyTensor const& codes, AnyTensor const& scales) noexcept {
@@ -79,8 +77,10 @@ Codes codes_of(CodesRegion const& region, std::byte* base) noexcept {
   return {region.codes.in(base), region.scales.in(base)};
 }
 
+/// w_up [E,w*n,d], w the matrices of an expert's first projection: its codes, and those of its transpose; a place that
+/// is null is not written.
 void add_quantised_up(MoeDesc const& desc, WeightViews const& views, Codes const& to,
-                      Sequence& sequence) noexcept {
+                      Codes const& to_transposed, Sequence& sequence) noexcept {
   sequence.add("quantise w_up", [&](cudaStream_t stream) {
     return launch_quantise_weights({.w = {views.w_up[0], views.w_up[1]},
                                     .rows = desc.shape.intermediate,
@@ -89,7 +89,27 @@ void add_quantised_up(MoeDesc const& desc, WeightViews const& views, Codes const
                                     .experts = experts_of(desc),
                                     .pow2 = desc.pow2_scales,
                                     .gmem_codes = to.gmem_codes,
-                                    .gmem_scales = to.gmem_scales},
+                                    .gmem_codes_t = to_transposed.gmem_codes,
+                                    .gmem_scales = to.gmem_scales,
+                                    .gmem_scales_t = to_transposed.gmem_scales},
+                                   stream);
+  });
+}
+
+/// The same of w_down [E,d,n].
+void add_quantised_down(MoeDesc const& desc, WeightRows const& w_down, Codes const& to,
+                        Codes const& to_transposed, Sequence& sequence) noexcept {
+  sequence.add("quantise w_down", [&](cudaStream_t stream) {
+    return launch_quantise_weights({.w = {w_down},
+                                    .rows = desc.shape.hidden,
+                                    .width = desc.shape.intermediate,
+                                    .halves = 1,
+                                    .experts = experts_of(desc),
+                                    .pow2 = desc.pow2_scales,
+                                    .gmem_codes = to.gmem_codes,
+                                    .gmem_codes_t = to_transposed.gmem_codes,
+                                    .gmem_scales = to.gmem_scales,
+                                    .gmem_scales_t = to_transposed.gmem_scales},
                                    stream);
   });
 }
@@ -180,18 +200,8 @@ void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
   Codes const h8 = codes_of(args.h, args.h_scale), a8 = codes_of(plan.a8, base),
               w_up = codes_of(plan.w_up, base), w_down = codes_of(plan.w_down, base);
   add_quantised_rows("quantise x", desc, x, x8, sequence);
-  add_quantised_up(desc, views, w_up, sequence);
-  sequence.add("quantise w_down", [&](cudaStream_t stream) {
-    return launch_quantise_weights({.w = {views.w_down},
-                                    .rows = s.hidden,
-                                    .width = s.intermediate,
-                                    .halves = 1,
-                                    .experts = experts_of(desc),
-                                    .pow2 = desc.pow2_scales,
-                                    .gmem_codes = w_down.gmem_codes,
-                                    .gmem_scales = w_down.gmem_scales},
-                                   stream);
-  });
+  add_quantised_up(desc, views, w_up, {}, sequence);
+  add_quantised_down(desc, views.w_down, w_down, {}, sequence);
   if (args.h_scale.present()) {  // of rows that no expert has, and of the padding
     sequence.add("h_scale", [&](cudaStream_t stream) {
       std::size_t const bytes = sizeof(float) * static_cast<std::size_t>(args.h_scale.elements());
@@ -221,7 +231,7 @@ void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
 void add_h8(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
             std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
   Codes const w_up = codes_of(plan.w_up, base);
-  add_quantised_up(desc, weight_views(desc, args.weights), w_up, sequence);
+  add_quantised_up(desc, weight_views(desc, args.weights), w_up, {}, sequence);
   add_up_projection(desc, tables, codes_of(args.x8, args.x_scale), w_up, codes_of(plan.h8, base),
                     {}, plan.counters.in(base) + kUpProjectionCounter, sequence);
 }
@@ -235,19 +245,7 @@ void add_quantised_down_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
               h = h8_of(desc, args, plan, base),
               dh = args.dx.present() ? dh8_of(desc, args, plan, base) : Codes{};
   add_quantised_rows("quantise d_o", desc, like.d_o, d_o, sequence);
-  sequence.add("quantise w_down", [&](cudaStream_t stream) {
-    return launch_quantise_weights({.w = {like.w_down},
-                                    .rows = s.hidden,
-                                    .width = s.intermediate,
-                                    .halves = 1,
-                                    .experts = experts_of(desc),
-                                    .pow2 = desc.pow2_scales,
-                                    .gmem_codes = nullptr,
-                                    .gmem_codes_t = w_down_t.gmem_codes,
-                                    .gmem_scales = nullptr,
-                                    .gmem_scales_t = w_down_t.gmem_scales},
-                                   stream);
-  });
+  add_quantised_down(desc, like.w_down, {}, w_down_t, sequence);
   if (like.rows == 0) return;
   sequence.add("down_projection_dgrad", [&](cudaStream_t stream) {
     return launch_down_projection_dgrad_e4m3({.gmem_d_o = d_o.gmem_codes,
@@ -280,20 +278,7 @@ void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
                             UpProjectionDgradArguments const& like, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   Codes const w_up_t = codes_of(plan.w_up_t, base), dh = dh8_of(desc, args, plan, base);
-  WeightViews const views = weight_views(desc, args.weights);
-  sequence.add("quantise w_up", [&](cudaStream_t stream) {
-    return launch_quantise_weights({.w = {views.w_up[0], views.w_up[1]},
-                                    .rows = s.intermediate,
-                                    .width = s.hidden,
-                                    .halves = static_cast<std::int32_t>(desc.up_width()),
-                                    .experts = experts_of(desc),
-                                    .pow2 = desc.pow2_scales,
-                                    .gmem_codes = nullptr,
-                                    .gmem_codes_t = w_up_t.gmem_codes,
-                                    .gmem_scales = nullptr,
-                                    .gmem_scales_t = w_up_t.gmem_scales},
-                                   stream);
-  });
+  add_quantised_up(desc, weight_views(desc, args.weights), {}, w_up_t, sequence);
   if (like.rows == 0) return;
   sequence.add("up_projection_dgrad", [&](cudaStream_t stream) {
     return launch_up_projection_dgrad_e4m3({.gmem_dh = dh.gmem_codes,
@@ -318,7 +303,7 @@ void add_dequantised_x(MoeDesc const& desc, MoeBackwardArgs const& args, void* g
   sequence.add("dequantise x", [&](cudaStream_t stream) {
     return launch_dequantise_rows({.gmem_codes = x8.gmem_codes,
                                    .gmem_scales = x8.gmem_scales,
-                                   .row_step = s.hidden / kBlock,
+                                   .row_step = s.hidden / kScaleBlock,
                                    .block_step = 1,
                                    .rows = s.tokens,
                                    .width = s.hidden,

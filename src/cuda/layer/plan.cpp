@@ -6,6 +6,7 @@
 #include "core/gradient_dtype.hpp"
 #include "core/router_math.hpp"
 #include "cuda/host/choose_tokens.hpp"
+#include "cuda/host/low_precision.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/host/route.hpp"
@@ -40,8 +41,6 @@ std::int64_t metadata_bytes(MoeDesc const& desc) noexcept {
   }
   return static_cast<std::int64_t>(bytes);
 }
-
-constexpr std::int64_t kScaleBlock = 128;
 
 /// Codes of `rows` rows of one behind the other; sorted rows have their scales in columns.
 CodesRegion plan_codes(std::int64_t rows, std::int64_t width, bool is_sorted,

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "cuda/host/kernel_limits.hpp"
 #include "tessera/names.hpp"
 
 namespace tessera::cuda {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/router_groups.hpp"
-#include "cuda/host/choice_limits.hpp"
+#include "cuda/host/kernel_limits.hpp"
 #include "tessera/names.hpp"
 
 namespace tessera::cuda {
@@ -30,7 +30,7 @@ Status check_router(MoeDesc const& desc) noexcept {
 }
 
 // The kernels that multiply codes hold segments in shared memory, and sizes in 32 bits.
-constexpr std::int64_t kMaxQuantisedExperts = 640, kMaxQuantisedRows = std::int64_t{1} << 30;
+constexpr std::int64_t kMaxQuantisedRows = std::int64_t{1} << 30;
 constexpr std::int64_t kMaxQuantisedColumns = std::int64_t{1} << 22;
 constexpr std::int64_t kMaxGathered = std::int64_t{1} << 36;  // elements of x
 constexpr std::int64_t kQuantisedTile = 256;                  // sizes of which such layers have run
@@ -79,7 +79,7 @@ Status check_precision(MoeDesc const& desc) noexcept {
         "precision native",
         name, static_cast<long long>(value), static_cast<long long>(kQuantisedTile));
   }
-  TESSERA_TRY(at_most("experts", s.experts, kMaxQuantisedExperts));
+  TESSERA_TRY(at_most("experts", s.experts, kMaxGemmSegments));
   TESSERA_TRY(at_most("slots", desc.num_slots(), kMaxQuantisedRows));
   TESSERA_TRY(at_most("hidden", s.hidden, kMaxQuantisedColumns));
   TESSERA_TRY(at_most("intermediate", s.intermediate, kMaxQuantisedColumns));

@@ -53,7 +53,7 @@ def arguments():
     parser.add_argument("--check-tokens", type=int, default=4096, help="of the check before anything is timed")
     parser.add_argument("--compile-seconds", type=float, default=400.0, help="of a library whose first call compiles "
                         "for minutes: a process of its own runs before all, and the library is left out if that takes "
-                        "longer")
+                        "longer; 0 where its cache is known to be full")
     parser.add_argument("--profile", action="store_true", help="split steps by kinds of kernels (on GPUs), and "
                         "time the experts alone")
     parser.add_argument("--regime", default="", help="of the rows; by itself R0, R1 with batches of their own, R2 with "
@@ -99,7 +99,7 @@ def chosen(a, c, here) -> tuple[dict, dict]:
     for name in dict.fromkeys([*a.experts.split(","), experts.BASELINE]):
         wanted = name in a.experts.split(",")
         apart, reason = {}, ""
-        if name in experts.COMPILE_FOR_MINUTES and here.rank == 0:
+        if name in experts.COMPILE_FOR_MINUTES and here.rank == 0 and a.compile_seconds > 0:
             reason = compiled_beforehand(name, a)
         reason = first_reason(here, reason)  # the others wait for the first rank
         try:

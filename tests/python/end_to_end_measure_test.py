@@ -81,6 +81,14 @@ class Beforehand(unittest.TestCase):
         self.assertEqual(left_out, {"hf-eager": "too slow"})
         self.assertEqual(list(passed), ["torch-eager", "tessera"])
 
+    def test_a_full_cache_is_not_filled_again(self):
+        compiles = mock.patch.object(experts, "COMPILE_FOR_MINUTES", ("torch-eager",))
+        with training.ranks() as here, compiles, contextlib.redirect_stdout(None), \
+                mock.patch.object(measure, "compiled_beforehand", side_effect=AssertionError("was asked")):
+            passed, left_out = measure.chosen(arguments(experts="torch-eager", compile_seconds=0.0),
+                                              models.CONFIGURATIONS["tiny"], here)
+        self.assertEqual((list(passed), left_out), (["torch-eager"], {}))
+
 
 class Rounds(unittest.TestCase):
     def test_rows_are_there_after_each(self):

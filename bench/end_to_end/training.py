@@ -13,18 +13,18 @@ import traceback
 
 import experts
 import model as models
+import optimizer
 import text
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+BETAS, DECAY = (0.9, 0.95), 0.1
 
 
 class Stop(Exception):
@@ -176,8 +176,9 @@ class Trainer:
         self.model.to_empty(device=here.device)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": DECAY},
-                                            {"params": others, "weight_decay": 0.0}], betas=BETAS, fused=True)
+        self.optimizer = optimizer.AdamW([{"params": decayed, "weight_decay": DECAY},
+                                          {"params": others, "weight_decay": 0.0}], BETAS,
+                                         compiled=here.on_gpu and not arguments.eager)
         self.reset(arguments.seed)
 
     @torch.no_grad()
@@ -208,7 +209,7 @@ class Trainer:
         with self.backend():
             loss, auxiliary, counts = self.model(tokens, targets)
             (loss + auxiliary).backward()
-        norm = clipped_step(self.optimizer, self.model.parameters())
+        norm = optimizer.clipped_step(self.optimizer, self.model.parameters())
         self.optimizer.zero_grad()
         return loss.detach(), norm, counts
 
@@ -223,17 +224,6 @@ class Trainer:
         self.model.reshard()  # the root's own weights stay gathered until a backward pass that does not come
         dist.all_reduce(total)
         return total.item() / (batches * here.count)
-
-
-def clipped_step(optimizer, parameters) -> torch.Tensor:
-    """Norm of the gradient; the optimizer's step with it clipped to CLIP. A fused optimizer divides gradients as it
-    reads them, so that clipping writes nothing."""
-    # A kernel for each tensor: the one for many reads memory at a quarter of its rate.
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=False)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    optimizer.grad_scale = ((norm + 1e-6) / CLIP).clamp(min=1.0)
-    optimizer.step()
-    return norm
 
 
 def learning_rate(step: int, steps: int, peak: float, warm_up: int) -> float:

@@ -90,13 +90,21 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def loss_chunk(rows, w, chosen, count: int):
-    """Sum of -log softmax(rows @ w^T)[chosen], and the gradients of that sum / count by rows and by w (fp32)."""
+    """Sum of -log softmax(rows @ w^T)[chosen], and the gradients of that sum / count by the logits and by rows."""
     logits = (rows @ w.mT).float()
     normalizer = logits.logsumexp(dim=-1, keepdim=True)
     total = (normalizer - logits.gather(-1, chosen)).sum()
     hit = torch.arange(w.shape[0], device=w.device) == chosen
     gradient = (((logits - normalizer).exp() - hit.float()) / count).to(rows.dtype)
-    return total, gradient @ w, (gradient.mT @ rows).float()
+    return total, gradient, gradient @ w
+
+
+def add_product(total, a, b) -> None:
+    """total [m,n] in fp32 += a [m,k] @ b [k,n]. For bf16 on a GPU the GEMM adds it, whose accumulators are fp32."""
+    if total.is_cuda and a.dtype is not total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -107,10 +115,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, x, w, targets, chunk):
         total, dx, dw = 0, torch.empty_like(x), torch.zeros_like(w, dtype=torch.float32)
         for rows, chosen, place in zip(*(t.split(LOSS_ROWS) for t in (x, targets, dx)), strict=True):
-            added, gradient, dw_added = chunk(rows, w, chosen[:, None], x.shape[0])
+            added, dlogits, dx_rows = chunk(rows, w, chosen[:, None], x.shape[0])
             total = total + added
-            place.copy_(gradient)
-            dw += dw_added
+            place.copy_(dx_rows)
+            add_product(dw, dlogits.mT, rows)
         ctx.save_for_backward(dx, dw.to(w.dtype))
         return total / x.shape[0]
 
@@ -219,6 +227,19 @@ class Block(nn.Module):
         return x + y.view_as(x), auxiliary, counts
 
 
+class Head(nn.Module):
+    """A head of its own, a module so that sharding gathers it when it is its turn and not with the embedding."""
+
+    def __init__(self, c: Configuration, owner: dict):
+        super().__init__()
+        self.owner = owner
+        self.weight = nn.Parameter(torch.empty(c.vocabulary, c.hidden))
+
+    def forward(self, rows, targets):
+        """Mean cross entropy of rows [T,d] in nats, targets [T] int64."""
+        return _CrossEntropy.apply(rows, self.weight, targets, self.owner["dense"].loss_chunk)
+
+
 class Model(nn.Module):
     """experts: experts(x [T,d], ids [T,K], weights [T,K], gate_up_proj, down_proj) -> [T,d], or one with `routes`, as
     bench/end_to_end/experts.py has them. `use` exchanges it."""
@@ -229,7 +250,7 @@ class Model(nn.Module):
         self.embedding = nn.Parameter(torch.empty(c.vocabulary, c.hidden))
         self.blocks = nn.ModuleList(Block(c, self.owner) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.empty(c.hidden))
-        self.head = None if c.tied else nn.Parameter(torch.empty(c.vocabulary, c.hidden))
+        self.head = None if c.tied else Head(c, self.owner)
         self.tables = None  # of rotary
 
     def use(self, experts) -> None:
@@ -248,7 +269,9 @@ class Model(nn.Module):
             x, added, rows = block(x, *self.tables)
             auxiliary = auxiliary + added
             counts.append(rows)
-        w = self.embedding if self.head is None else self.head
-        rows = rms(x, self.norm).flatten(0, 1)
-        loss = _CrossEntropy.apply(rows, w, targets.flatten(), self.owner["dense"].loss_chunk)
+        rows, targets = rms(x, self.norm).flatten(0, 1), targets.flatten()
+        if self.head is None:
+            loss = _CrossEntropy.apply(rows, self.embedding, targets, self.owner["dense"].loss_chunk)
+        else:
+            loss = self.head(rows, targets)
         return loss, auxiliary, torch.stack(counts)

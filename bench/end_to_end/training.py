@@ -171,8 +171,10 @@ class Trainer:
         mesh = init_device_mesh(here.device.type, (here.count,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
                                       cast_forward_inputs=False) if here.on_gpu else MixedPrecisionPolicy()
-        for part in (*self.model.blocks, self.model):
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not arguments.keep_gathered)
+        self.kept = [part for part in (self.model.head, self.model) if part is not None]  # gathered until backward
+        for part in (*self.model.blocks, *self.kept):
+            keep = arguments.keep_gathered or part in self.kept
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
         self.model.to_empty(device=here.device)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]
@@ -221,7 +223,8 @@ class Trainer:
         with self.backend():
             for batch in data.evaluation(rows, self.c.context, here.rank, here.count, batches, here.device):
                 total += self.model(*batch)[0].double()
-        self.model.reshard()  # the root's own weights stay gathered until a backward pass that does not come
+        for part in self.kept:  # no backward pass comes that would do it
+            part.reshard()
         dist.all_reduce(total)
         return total.item() / (batches * here.count)
 

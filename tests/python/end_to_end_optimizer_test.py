@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/end_to_end/optimizer.py: clipping and AdamW."""
+"""bench/end_to_end/optimizer.py and a head of its own: what the part of a step does that is not layers."""
 
+import argparse
+import dataclasses
 import pathlib
 import sys
 import unittest
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench" / "end_to_end"))
 
+import model as models  # noqa: E402
 import optimizer  # noqa: E402
+import text  # noqa: E402
+import training  # noqa: E402
 
 BETAS = (0.9, 0.95)
 UPDATES = {"torch's": None, "eager": optimizer.update,
@@ -59,6 +66,46 @@ class Clipping(unittest.TestCase):
             made.step()
         torch.optim.AdamW([q], betas=BETAS, lr=0.1).step()
         torch.testing.assert_close(p, q)
+
+
+class Heads(unittest.TestCase):
+    untied = dataclasses.replace(models.CONFIGURATIONS["tiny"], tied=False)
+
+    def test_gradients_are_added_in_fp32(self):
+        """One product after another, none of them rounded to the type of its operands."""
+        a, b = drawn(7, 30, seed=1), drawn(30, 5, seed=2)
+        total = torch.ones(7, 5)
+        for part, other in zip(a.split(10, dim=1), b.split(10), strict=True):
+            models.add_product(total, part, other)
+        torch.testing.assert_close(total, 1 + a @ b)
+
+    def test_it_is_a_part_of_its_own(self):
+        """Its loss and gradients are those of the whole product; it is sharded but between its own forward and
+        backward, and after held-out text too."""
+        c = self.untied
+        ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
+        data, seen = text.Corpus(ids, ids, "", c.vocabulary), []
+        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
+                               keep_gathered=False)
+        with training.ranks() as here:
+            trainer = training.Trainer(c, here, training.load("torch-eager"), a)
+            head = trainer.model.head
+            tokens, targets = data.batch(0, 0, 2, c.context, 0, 1, here.device)
+            head.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[0].detach(), head.weight)), prepend=True)
+            loss, _, _ = trainer.model(tokens, targets)
+            self.assertIsInstance(seen[0][1], DTensor)  # not gathered with the others before
+            self.assertNotIsInstance(head.weight, DTensor)
+            loss.backward()
+            self.assertIsInstance(head.weight, DTensor)
+            w = head.weight.full_tensor().detach().requires_grad_()
+            wanted = functional.cross_entropy(seen[0][0] @ w.mT, targets.flatten())
+            torch.testing.assert_close(loss, wanted)
+            torch.testing.assert_close(head.weight.grad.full_tensor(), torch.autograd.grad(wanted, w)[0])
+            self.assertGreater(head.weight.grad.full_tensor().abs().max(), 1e-4)
+            trainer.held_out_loss(data, 2, 1)
+            for part in (head, trainer.model):
+                for parameter in part.parameters(recurse=False):
+                    self.assertIsInstance(parameter, DTensor)
 
 
 if __name__ == "__main__":

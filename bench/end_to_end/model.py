@@ -194,6 +194,26 @@ class Dense:
         self.loss_chunk = prepared(loss_chunk)
 
 
+class Experts(nn.Module):
+    """Router and experts of a layer, a module so that sharding can gather them apart from its attention."""
+
+    def __init__(self, c: Configuration, owner: dict):
+        super().__init__()
+        self.c, self.owner = c, owner
+        self.router = nn.Parameter(torch.empty(c.experts, c.hidden))
+        self.gate_up_proj = nn.Parameter(torch.empty(c.experts, 2 * c.intermediate, c.hidden))
+        self.down_proj = nn.Parameter(torch.empty(c.experts, c.hidden, c.intermediate))
+
+    def forward(self, rows):
+        """Of rows [T,d]: what the experts add [T,d], the auxiliary loss, and the rows of each expert [E]."""
+        top_k, dense, experts = self.c.top_k, self.owner["dense"], self.owner["experts"]
+        if getattr(experts, "routes", False):  # a whole layer, router included
+            return experts(rows, self.router, self.gate_up_proj, self.down_proj, top_k)
+        ids, weights, logits, counts = route(rows, self.router, top_k, dense.choose)
+        auxiliary = dense.auxiliary_loss(logits, counts)
+        return experts(rows, ids, weights, self.gate_up_proj, self.down_proj), auxiliary, counts
+
+
 class Block(nn.Module):
     """Weights of a layer and its forward pass, recomputed in backward with `recompute`."""
 
@@ -203,9 +223,7 @@ class Block(nn.Module):
         self.norm, self.experts_norm = nn.Parameter(torch.empty(c.hidden)), nn.Parameter(torch.empty(c.hidden))
         self.qkv = nn.Parameter(torch.empty((c.heads + 2 * c.kv_heads) * c.head_size, c.hidden))
         self.out = nn.Parameter(torch.empty(c.hidden, c.heads * c.head_size))
-        self.router = nn.Parameter(torch.empty(c.experts, c.hidden))
-        self.gate_up_proj = nn.Parameter(torch.empty(c.experts, 2 * c.intermediate, c.hidden))
-        self.down_proj = nn.Parameter(torch.empty(c.experts, c.hidden, c.intermediate))
+        self.experts = Experts(c, owner)
 
     def forward(self, x, cos, sin):
         """x [B,S,d] to the same, the layer's auxiliary loss and the rows of each expert [E]."""
@@ -214,16 +232,10 @@ class Block(nn.Module):
         return self._run(x, cos, sin)
 
     def _run(self, x, cos, sin):
-        c, dense, experts = self.c, self.owner["dense"], self.owner["experts"]
-        x, normed = dense.attention(x, cos, sin, self.norm, self.qkv, self.out, self.experts_norm, c.heads, c.kv_heads,
-                                    c.head_size)
-        rows = normed.flatten(0, 1)
-        if getattr(experts, "routes", False):  # a whole layer, router included
-            y, auxiliary, counts = experts(rows, self.router, self.gate_up_proj, self.down_proj, c.top_k)
-        else:
-            ids, weights, logits, counts = route(rows, self.router, c.top_k, dense.choose)
-            auxiliary = dense.auxiliary_loss(logits, counts)
-            y = experts(rows, ids, weights, self.gate_up_proj, self.down_proj)
+        c = self.c
+        x, normed = self.owner["dense"].attention(x, cos, sin, self.norm, self.qkv, self.out, self.experts_norm,
+                                                  c.heads, c.kv_heads, c.head_size)
+        y, auxiliary, counts = self.experts(normed.flatten(0, 1))
         return x + y.view_as(x), auxiliary, counts
 
 

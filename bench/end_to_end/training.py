@@ -171,8 +171,11 @@ class Trainer:
         mesh = init_device_mesh(here.device.type, (here.count,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
                                       cast_forward_inputs=False) if here.on_gpu else MixedPrecisionPolicy()
-        self.kept = [part for part in (self.model.head, self.model) if part is not None]  # gathered until backward
-        for part in (*self.model.blocks, *self.kept):
+        # What backward begins with stays gathered. The experts of the first block are a part of their own, as nothing
+        # hides what is gathered before its attention and what is reduced after that.
+        blocks = self.model.blocks
+        self.kept = [part for part in (blocks[-1], self.model.head, self.model) if part is not None]
+        for part in (blocks[0].experts, *blocks[:-1], *self.kept):
             keep = arguments.keep_gathered or part in self.kept
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
         self.model.to_empty(device=here.device)

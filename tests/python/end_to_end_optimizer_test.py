@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/end_to_end/optimizer.py and a head of its own: what the part of a step does that is not layers."""
+"""bench/end_to_end/optimizer.py, and what training.py gathers when: the part of a step that is not layers."""
 
 import argparse
 import dataclasses
@@ -68,7 +68,7 @@ class Clipping(unittest.TestCase):
         torch.testing.assert_close(p, q)
 
 
-class Heads(unittest.TestCase):
+class Parts(unittest.TestCase):
     untied = dataclasses.replace(models.CONFIGURATIONS["tiny"], tied=False)
 
     def test_gradients_are_added_in_fp32(self):
@@ -103,9 +103,33 @@ class Heads(unittest.TestCase):
             torch.testing.assert_close(head.weight.grad.full_tensor(), torch.autograd.grad(wanted, w)[0])
             self.assertGreater(head.weight.grad.full_tensor().abs().max(), 1e-4)
             trainer.held_out_loss(data, 2, 1)
-            for part in (head, trainer.model):
-                for parameter in part.parameters(recurse=False):
-                    self.assertIsInstance(parameter, DTensor)
+            for name, parameter in trainer.model.named_parameters():
+                self.assertIsInstance(parameter, DTensor, name)
+
+    def test_what_is_gathered_when(self):
+        """Experts of the first block apart from its attention, the last block until its backward pass."""
+        c = dataclasses.replace(self.untied, layers=3)
+        ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
+        data, sharded = text.Corpus(ids, ids, "", c.vocabulary), []
+        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
+                               keep_gathered=False)
+        with training.ranks() as here:
+            trainer = training.Trainer(c, here, training.load("torch-eager"), a)
+            blocks = trainer.model.blocks
+
+            def note(*_):
+                sharded.append([isinstance(p, DTensor) for block in blocks
+                                for p in (block.qkv, block.experts.gate_up_proj)])
+
+            for block in blocks:
+                block.experts.register_forward_pre_hook(note, prepend=True)
+            loss, auxiliary, _ = trainer.model(*data.batch(0, 0, 2, c.context, 0, 1, here.device))
+            note()
+            (loss + auxiliary).backward()
+            note()
+        yes = [True, True]
+        self.assertEqual(sharded, [[False, True, *yes, *yes], [*yes, False, False, *yes], [*yes, *yes, False, False],
+                                   [*yes, *yes, False, False], [*yes] * 3])
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def compiled_beforehand(name: str, a) -> str:
                str(a.check_tokens)]
     alone = {key: value for key, value in os.environ.items()
              if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    # quack starts its workers one after the other, for each of six GEMMs anew: one process is done sooner.
+    alone.setdefault("QUACK_COMPILE_WORKERS", "1")
     process = subprocess.Popen(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                start_new_session=True)
     try:

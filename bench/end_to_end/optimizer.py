@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW whose update of a large matrix is one compiled pass over its memory, with clipping by the norm of all gradients.
+"""AdamW whose update of a large matrix is one compiled pass over its memory, clipping by the norm of all gradients.
 
 torch's fused kernel divides a gradient by grad_scale and writes it back, 32 bytes for each fp32 parameter, at 60 % of
 the rate at which an H200 reads and writes memory; this one reads the gradient alone, 28 bytes.

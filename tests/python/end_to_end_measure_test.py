@@ -64,6 +64,12 @@ class Beforehand(unittest.TestCase):
         self.interpreter("exit 0")
         self.assertEqual(measure.compiled_beforehand("sonicmoe", arguments()), "")
 
+    def test_one_process_compiles_unless_others_are_asked_for(self):
+        self.interpreter('echo "$QUACK_COMPILE_WORKERS workers"; exit 3')
+        for asked, wanted in (({}, "1"), ({"QUACK_COMPILE_WORKERS": "4"}, "4")):
+            with mock.patch.dict(os.environ, asked):
+                self.assertRegex(measure.compiled_beforehand("sonicmoe", arguments()), f"status 3: {wanted} workers$")
+
     def test_the_others_go_on(self):
         """One that is too slow is left out by name, and never called; one that does not compile is not asked."""
         asked = []

@@ -91,7 +91,7 @@ class Parts(unittest.TestCase):
             trainer = training.Trainer(c, here, training.load("torch-eager"), a)
             head = trainer.model.head
             tokens, targets = data.batch(0, 0, 2, c.context, 0, 1, here.device)
-            head.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[0].detach(), head.weight)), prepend=True)
+            head.register_forward_pre_hook(lambda _, rows: seen.append((rows[0].detach(), head.weight)), prepend=True)
             loss, _, _ = trainer.model(tokens, targets)
             self.assertIsInstance(seen[0][1], DTensor)  # not gathered with the others before
             self.assertNotIsInstance(head.weight, DTensor)

@@ -161,7 +161,7 @@ template <int kCount>
 void acquire_registers() {}
 inline void fence_proxy_async_shared() { emulator::fenced_shared(); }
 inline void fence_proxy_async_global() {}
-inline void let_next_kernel_start() {}
+inline void let_next_kernel_start() { emulator::let_next_grid_start(); }
 inline void wait_for_previous_kernel() { emulator::wait_for_previous_grids(); }
 
 // signal.cuh: who looks at a word lets others run.

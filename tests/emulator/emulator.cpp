@@ -44,6 +44,7 @@ void start() {
     if (world.fault.empty()) world.fault = e.what();
   }
   t.done = true;
+  if (t.cta->left == 1) let_next_grid_start();
   --t.cta->left;
   if (--t.cta->grid->left == 0) wake_waiters_for_grids();
   changed();
@@ -184,8 +185,8 @@ void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t share
   if (shared_bytes > std::size_t{kMaxShared})
     throw std::runtime_error("more shared memory than there is");
   if (cluster == 0 || ctas % cluster != 0) throw std::runtime_error("a cluster that is not whole");
-  world.grids.push_back(std::make_unique<Grid>(
-      Grid{ctas, threads, cluster, std::move(body), std::uint64_t{ctas} * threads, shared_bytes}));
+  world.grids.push_back(std::make_unique<Grid>(Grid{
+      ctas, threads, cluster, std::move(body), std::uint64_t{ctas} * threads, shared_bytes, ctas}));
 }
 
 void set_compiled_cluster(void const* kernel, unsigned ctas) { compiled_clusters[kernel] = ctas; }
@@ -239,6 +240,17 @@ void wait_for_previous_grids() {
     }
   }
 }
+
+void let_next_grid_start() {
+  Cta& cta = *world.running->cta;
+  if (cta.lets_next) return;
+  cta.lets_next = true;
+  if (--cta.grid->holding == 0 && cta.grid == world.grids.back().get()) {
+    world.next_may_start = world.turn;
+  }
+}
+
+std::uint64_t turns_before_next_grid() { return world.next_may_start; }
 
 std::string run(Schedule const& schedule) {
   world.random.seed(schedule.seed);

@@ -50,6 +50,9 @@ unsigned compiled_cluster(void const* kernel);  // 1 where none was set
 void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
             std::function<void()> body);
 void wait_for_previous_grids();  // that were launched before that of the thread which runs
+void let_next_grid_start();      // of the CTA of the thread which runs
+// turns() of the last run when every CTA of its last grid had let another one start, or had ended.
+std::uint64_t turns_before_next_grid();
 
 // Runs all grids that were launched, side by side. What went wrong, and who waited where; empty: they have ended.
 std::string run(Schedule const& schedule);

@@ -137,6 +137,7 @@ struct Grid {
   std::function<void()> body;
   std::uint64_t left;  // threads that have not ended
   std::size_t dynamic_bytes = 0;
+  unsigned holding = 0;  // CTAs that have neither let the next grid start nor ended
   std::size_t variables_begin = kMaxShared;        // the last one's place in shared memory
   std::map<void const*, std::size_t> variables{};  // places, by key
 };
@@ -147,6 +148,7 @@ struct Cta {
   std::size_t cluster_begin;  // in World::ctas
   unsigned left = 0;          // threads that have not ended
   bool lazy = false;
+  bool lets_next = false;  // grid start
   unsigned char* shared = nullptr;
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
@@ -174,6 +176,8 @@ struct World {
   Fiber main;
   Thread* running = nullptr;
   std::uint64_t turn = 0, last_change = 0;
+  std::uint64_t next_may_start =
+      0;  // the turn in which one behind the last grid might have started
   std::string fault;
 };
 extern World world;

@@ -103,7 +103,8 @@ struct EpilogueConfig {
 enum class Draw : uint8_t { kCounter, kStride, kCounterFromFirst, kOwnWarp };
 struct Order {
   Draw draw = Draw::kCounter;
-  int raster_n = 8;  // n_tiles walked before the next m block
+  int raster_n = 8;            // n_tiles walked before the next m block
+  bool longest_first = false;  // varlen-K: long segments before the others
   bool operator==(Order const&) const = default;
 };
 
@@ -309,6 +310,7 @@ consteval bool valid(GemmConfig c) {
   if (c.epilogue.outer_product && (!c.defers() || c.gathers() || c.tile.n != 256))
     throw "epilogue.outer_product: deferred, TMA, tile.n of 256";
 
+  if (c.order.longest_first && !c.varlen_k()) throw "order.longest_first: with varlen-K";
   if (c.schedules_apart() && (c.gathers() || c.cluster_m() > 1 || c.keeps_b()))
     throw "order.draw: a warp of its own with TMA, no multicast, no resident B";
   return true;

@@ -35,8 +35,9 @@ struct GemmParams {
   int segments;
   int m_tiles;  // varlen-K: of each D
   int n_tiles;
-  int k_tiles;       // varlen-M
-  int k_half_tiles;  // k_halves = 2: k_tiles of the first half
+  int k_tiles;              // varlen-M
+  int k_half_tiles;         // k_halves = 2: k_tiles of the first half
+  int k_tiles_before_next;  // varlen-K, takes_over: LetsNextStart; 0: the next kernel may start at once
 };
 
 }  // namespace tessera::cuda::gemm

@@ -11,6 +11,7 @@
 // varlen-K: every segment has ceil(m_tiles / cluster_m) blocks of a tile for each CTA, and its rows are the reduction.
 // Raster inside a segment: groups of raster_n n_tiles; in a group n runs fastest, m forwards in even
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
+// Segments come in their order, or with varlen-K the long ones first (longest_first.cuh).
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
 #include "../warp/sums.cuh"
+#include "longest_first.cuh"
 #include "params.hpp"
 #include "storage.cuh"
 #include "work_queue.cuh"
@@ -55,6 +57,7 @@ class TileScheduler {
   // The first tile is the cluster's number, and tickets count the tiles after those; or the first one is drawn, too.
   // Returns true if there is one.
   __device__ __forceinline__ bool announce_first(int k_tiles) {
+    if constexpr (kGemm.order.longest_first) order_.begin(smem_, segments_);
     bool found = false;
     if constexpr (kGemm.draws_first()) {
       draw();
@@ -167,9 +170,11 @@ class TileScheduler {
   __device__ __forceinline__ bool find(int index, int4& message) {
     int const wanted = index / n_tiles_;  // block number over all segments
     if constexpr (kGemm.varlen_k()) {
-      segment_ = min(wanted / m_blocks_, segments_);
-      blocks_before_ = segment_ * m_blocks_;
-      if (segment_ == segments_) return false;
+      int const place_in_order = min(wanted / m_blocks_, segments_);
+      blocks_before_ = place_in_order * m_blocks_;
+      if (place_in_order == segments_) return false;
+      segment_ = place_in_order;
+      if constexpr (kGemm.order.longest_first) segment_ = order_.at(smem_, segments_, segment_);
       message = place(index - blocks_before_ * n_tiles_, m_blocks_, 0,
                       smem_.segment_offsets[segment_ + 1]);
       message.w = smem_.segment_offsets[segment_];
@@ -229,6 +234,7 @@ class TileScheduler {
   int ticket_ = 0;         // of lane 0; without a counter tiles since the first
   int slot_ = 0;
   uint32_t phase_ = 0;
+  LongestFirst<kGemm> order_;
 };
 
 }  // namespace tessera::cuda::gemm

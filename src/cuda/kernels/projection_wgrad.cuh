@@ -7,7 +7,8 @@
 // Work     2*halves*R*n*d FLOP; bytes: left 2*T*d..2*R*d, right 2*halves*R*n, dW 2 or 4 times halves*E*n*d, twice
 //          that to read when adding
 // Schedule persistent, 1 CTA/SM; varlen-K: work tile = (expert, tile_m of d, tile_n of halves*n), k = the expert's
-//          rows; in pairs two CTAs take neighbours along d and load half of B each, for both
+//          rows, those with most of them first; in pairs two CTAs take neighbours along d and load half of B each,
+//          for both
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 //   fill = cp.async gather of left + ragged TMA of right; rows past the expert are zero in both, since zero times
@@ -28,92 +29,11 @@
 
 namespace tessera::cuda {
 
-struct ProjectionWgradEpilogueParams : gemm::WgradStoreParams {
-  int tiles_before_next;  // LetsNextStart; 0: the next kernel may start at once
-};
 // A config is a type with `static constexpr gemm::GemmConfig gemm`, `gemm::Major d_major` and `bool fp32`.
 struct ProjectionWgradParams {
   gemm::GemmParams gemm;
-  ProjectionWgradEpilogueParams epilogue;
+  gemm::WgradStoreParams epilogue;
 };
-
-// Where the next kernel needs what the previous one makes: it may start once that has ended, under a CTA's
-// tiles_before_next-th tile or after its last one. Called elsewhere than from settle(), by a lane that waits for TMA
-// there anyway, this costs the k loop its uniform registers, and a tile 600 cycles.
-template <class Epilogue>
-class LetsNextStart : Epilogue {
-  static constexpr bool kDefers = Epilogue::kMode == gemm::EpilogueMode::kDeferred;
-
- public:
-  using Epilogue::kMode;
-  using Params = ProjectionWgradEpilogueParams;
-
-  template <class SharedStorage>
-  __device__ __forceinline__ LetsNextStart(SharedStorage& smem, Params const& p, int consumer)
-      : Epilogue(smem, p, consumer),
-        tiles_left_(
-            consumer == 0 && threadIdx.x % arch::kWarpgroupThreads == 0 ? p.tiles_before_next : 0) {
-  }
-
-  template <class SharedStorage>
-  __device__ __forceinline__ static void lend(SharedStorage& smem, Params const& p, int stage,
-                                              gemm::WorkTile const& tile, int i)
-    requires(!kDefers)
-  {
-    Epilogue::lend(smem, p, stage, tile, i);
-  }
-
-  __device__ __forceinline__ void begin(gemm::WorkTile const& tile, int row, int subtiles) {
-    Epilogue::begin(tile, row, subtiles);
-  }
-
-  template <class Accumulators, class Ring>
-  __device__ __forceinline__ void store(Accumulators& acc, gemm::WorkTile const& tile, int row,
-                                        Ring& ring)
-    requires(!kDefers)
-  {
-    Epilogue::store(acc, tile, row, ring);
-  }
-  __device__ __forceinline__ void settle()
-    requires(!kDefers)
-  {
-    Epilogue::settle();
-    count_tile();
-  }
-
-  // Before the next tile's k loop, whose first tile is not counted.
-  template <class Accumulators>
-  __device__ __forceinline__ void keep(Accumulators& acc, gemm::WorkTile const& tile, int row)
-    requires kDefers
-  {
-    Epilogue::keep(acc, tile, row);
-    count_tile();
-  }
-  __device__ __forceinline__ void work(int piece)
-    requires kDefers
-  {
-    Epilogue::work(piece);
-  }
-
-  __device__ __forceinline__ void drain() const {
-    Epilogue::drain();
-    if (tiles_left_ > 0) arch::wait_for_previous_kernel();
-  }
-
- private:
-  __device__ __forceinline__ void count_tile() {
-    if (tiles_left_ > 0 && --tiles_left_ == 0) {
-      arch::wait_for_previous_kernel();
-      arch::let_next_kernel_start();
-    }
-    __syncwarp();
-  }
-
-  int tiles_left_;  // of the thread that waits
-};
-
-template <gemm::GemmConfig kGemm>
-constexpr bool lets_next_start = kGemm.epilogue.lent_stages > 0 || kGemm.defers();
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
@@ -121,12 +41,8 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Epilogue =
       gemm::WgradStoreEpilogue<gemm::sm90::Core<Config::gemm>, Config::d_major, Config::fp32>;
-  if (p.epilogue.tiles_before_next == 0) arch::let_next_kernel_start();
-  if constexpr (lets_next_start<Config::gemm>) {
-    gemm::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);
-  } else {
-    gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
-  }
+  if (p.gemm.k_tiles_before_next == 0) arch::let_next_kernel_start();
+  gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
 
@@ -138,15 +54,17 @@ cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_co
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == gemm::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
-  // Beside the aggregate soon; router_dlogits only fills the tail.
-  constexpr int kUncounted = Config::gemm.defers() ? 1 : 0;
-  params.epilogue.tiles_before_next = !lets_next_start<Config::gemm>         ? 0
-                                      : args.starts_early                    ? 2 - kUncounted
-                                      : params.gemm.gmem_handover != nullptr ? 4 - kUncounted
-                                                                             : 0;
+  // Beside the aggregate soon; router_dlogits only fills the tail. In tiles as long as all are if experts have as many
+  // rows each.
+  int64_t const tile_rows = (args.rows + args.experts - 1) / args.experts;
+  int const tiles = !Config::gemm.takes_over()             ? 0
+                    : args.starts_early                    ? 1
+                    : params.gemm.gmem_handover != nullptr ? 3
+                                                           : 0;
+  params.gemm.k_tiles_before_next = tiles * host::parts_of(tile_rows, Config::gemm.tile.k);
   return host::launch_persistent<projection_wgrad<Config>>(
       host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(
-          params.epilogue.tiles_before_next > 0),
+          params.gemm.k_tiles_before_next > 0),
       gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

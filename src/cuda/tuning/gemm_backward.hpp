@@ -82,6 +82,7 @@ struct ProjectionWgradConfig {
                                     : gemm::EpilogueMode::kInline,
                    .slabs = fp32 && defers ? 4 : 2,
                    .lent_stages = adds ? 2 : 0},
+      .order = {.longest_first = defers},
       .chain = any_layout ? gemm::Chain::kNone : gemm::Chain::kTakesOver};
 };
 

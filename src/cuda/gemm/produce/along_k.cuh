@@ -7,6 +7,7 @@
 #include "../tile_extent.cuh"
 #include "gather_tokens.cuh"
 #include "lend.cuh"
+#include "lets_next_start.cuh"
 #include "load_tile.cuh"
 
 namespace tessera::cuda::gemm {
@@ -23,6 +24,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
   PipelineState<kGemm> behind;
   PipelineState<kGemm>& b_state = kGemm.b_behind() ? behind : state;
   TakesOver<kGemm> handover(p);
+  LetsNextStart<kGemm, kFirstWarp> next(p);
   WorkTile tile;
   // In turns, counted from the end: not the first warp's where it announces a tile, four k_tiles before.
   auto const fills_b = [warp = arch::warp_idx() % 4](int k_tiles_left) {
@@ -42,6 +44,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
     gather.begin(tile);
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       if (schedules) scheduler.step(k_tile, k_tiles);
+      next.count_k_tile();
       gather.prepare(tile, k_tile);
       wait_empty<kGemm>(smem, state);
       if (!kGemm.b_behind()) {
@@ -59,6 +62,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
   if constexpr (kGemm.takes_over()) handover.at_end();
+  next.at_end();
 }
 
 }  // namespace tessera::cuda::gemm

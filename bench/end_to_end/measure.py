@@ -15,7 +15,6 @@ experts alone, on what three of the layers have in a step.
 
 import argparse
 import datetime
-import gc
 import json
 import math
 import os
@@ -165,7 +164,7 @@ class Timer:
         """Exchanges the experts; memory of the previous ones goes back to the device, and peaks begin anew."""
         self.trainer.model.use(training.load(name))
         self.here.synchronize()
-        gc.collect()
+        training.settle()
         if self.here.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

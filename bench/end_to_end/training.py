@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import gc
 import math
 import os
 import pathlib
@@ -25,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 BETAS, DECAY = (0.9, 0.95), 0.1
+FIRST = 5  # steps that compile and fill caches
 
 
 class Stop(Exception):
@@ -146,6 +148,14 @@ def first_alone(here: Ranks, work):
     return work()
 
 
+def settle() -> None:
+    """Collects garbage and keeps what is left out of later collections, which look at all that torch has loaded and
+    halt one rank, and at the next collective all, for tens of milliseconds."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 def corpus(arguments, c: models.Configuration, here: Ranks) -> text.Corpus:
     vocabulary = arguments.text_vocabulary or c.vocabulary
     if vocabulary > c.vocabulary:
@@ -159,7 +169,7 @@ class Trainer:
     blocks are gathered in bf16 and gradients are reduced in fp32."""
 
     def __init__(self, c: models.Configuration, here: Ranks, implementation, arguments):
-        self.c, self.here, self.attention = c, here, attention(arguments)
+        self.c, self.here, self.attention, self.steps = c, here, attention(arguments), 0
         if arguments.deterministic and here.on_gpu:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -216,6 +226,9 @@ class Trainer:
             (loss + auxiliary).backward()
         norm = optimizer.clipped_step(self.optimizer, self.model.parameters())
         self.optimizer.zero_grad()
+        self.steps += 1
+        if self.steps == FIRST:
+            settle()
         return loss.detach(), norm, counts
 
     @torch.no_grad()

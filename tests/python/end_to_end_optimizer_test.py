@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import gc
 import pathlib
 import sys
 import unittest
@@ -130,6 +131,27 @@ class Parts(unittest.TestCase):
         yes = [True, True]
         self.assertEqual(sharded, [[False, True, *yes, *yes], [*yes, False, False, *yes], [*yes, *yes, False, False],
                                    [*yes, *yes, False, False], [*yes] * 3])
+
+
+class Collections(unittest.TestCase):
+    def test_what_the_first_steps_made_is_not_looked_at_again(self):
+        """Nor is anything else kept: cycles that a step makes are still collected."""
+        c = models.CONFIGURATIONS["tiny"]
+        ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
+        data = text.Corpus(ids, ids, "", c.vocabulary)
+        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
+                               keep_gathered=False)
+        self.addCleanup(gc.unfreeze)
+        gc.unfreeze()
+        with training.ranks() as here, mock.patch.object(training, "FIRST", 2):
+            trainer = training.Trainer(c, here, training.load("torch-eager"), a)
+            for step, frozen in ((0, False), (1, True), (2, True)):
+                trainer.step(*data.batch(0, step, 1, c.context, 0, 1, here.device), 1e-3)
+                self.assertEqual(gc.get_freeze_count() > 10_000, frozen)
+        ring = []
+        ring.append(ring)
+        del ring
+        self.assertGreaterEqual(gc.collect(), 1)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,10 @@ std::vector<Tensors> recipe_samples(LayerData const& data, reference::Inputs con
 }
 
 std::vector<std::string> lost_db(ReferenceTensors const& ref, std::vector<Tensors> const& recipe,
-                                 Tensors const& out) {
+                                 Tensors const& out, std::int64_t slots) {
   constexpr std::int64_t kMin = 4096;
+  constexpr double kAllowance = 0.3, kOfSlots = 1;
+  double const of_slots = kAllowance + 6 / std::sqrt(static_cast<double>(slots));
   std::vector<std::string> lost;
   for (auto const& [name, values] : out) {
     if (std::ssize(values) < kMin) continue;
@@ -76,7 +78,7 @@ std::vector<std::string> lost_db(ReferenceTensors const& ref, std::vector<Tensor
       want = std::min(want, sqnr_db(ref.at(name), sample.at(name)));
     if (want > kNotQuantised) continue;  // computed as without quantising
     bool const few = name == "dscores" || name == "dlogits" || name.ends_with("router");
-    if (have >= want - (few ? 1 : 0.3)) continue;
+    if (have >= want - (few ? std::max(kOfSlots, of_slots) : kAllowance)) continue;
     char text[120];
     std::snprintf(text, sizeof(text), "%s: %.2f dB, the recipe has %.2f on these data",
                   name.c_str(), have, want);

@@ -18,10 +18,12 @@ double sqnr_db(std::vector<double> const& ref, std::vector<float> const& out);
 /// step of e4m3 of a kink lies on its other side.
 std::vector<Tensors> recipe_samples(LayerData const& data, reference::Inputs const& inputs);
 
-/// Tensors of `out` that have 0.3 dB (ds and what the router makes of it, few numbers of which a few large ones decide:
-/// 1 dB) less than the recipe on the same data, the worst of its samples; a line each. Codes that roundings flip cost
-/// hundredths. Tensors of less than 4096 elements, and those without any error in the recipe, are left out.
+/// Tensors of `out` that have 0.3 dB less than the recipe on the same data, the worst of its samples; a line each.
+/// Codes that roundings flip cost hundredths. Tensors of less than 4096 elements, and those without any error in the
+/// recipe, are left out. ds and what the router makes of it are `slots` numbers, however large the tensor: a few large
+/// ones decide, so they may lose 1 dB, and where there are less than 74 of them 0.3 + 6 / sqrt(slots), three standard
+/// deviations of flipped codes, whose noise is a fifth of that of quantising.
 std::vector<std::string> lost_db(ReferenceTensors const& ref, std::vector<Tensors> const& recipe,
-                                 Tensors const& out);
+                                 Tensors const& out, std::int64_t slots);
 
 }  // namespace tessera::verify

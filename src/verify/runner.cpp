@@ -142,7 +142,7 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
     result.sqnr_db[name] = sqnr_db(ref.at(name), values);
     result.recipe_sqnr_db[name] = sqnr_db(ref.at(name), naives.front().at(name));
   }
-  add(lost_db(ref, naives, run.tensors));
+  add(lost_db(ref, naives, run.tensors, data.desc.num_slots()));
 }
 
 std::vector<std::string> padding_failures(LayerData const& data, CandidateResult const& run) {

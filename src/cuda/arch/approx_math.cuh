@@ -44,6 +44,12 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
   return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
 }
 
+// Digit i of the selector, from the lowest, names byte i of the result: 0 to 3 of `first`, 4 to 7 of `second`.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t first, uint32_t second,
+                                                  uint32_t selector) {
+  return __byte_perm(first, second, selector);
+}
+
 // These return the lower, or the upper, halves of two pairs.
 __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) {
   return __byte_perm(first, second, 0x5410);

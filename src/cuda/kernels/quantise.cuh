@@ -112,47 +112,91 @@ inline cudaError_t launch_quantise_rows_kernel(QuantiseRowsArguments const& args
 constexpr int kRowsAtOnce = kQuantiseThreads / kBlockLanes;
 constexpr int kShares = kScaleBlock / kRowsAtOnce;
 constexpr int kLineWords = kScaleBlock / 4;
+constexpr int kTurnedLines = 16;  // that a thread turns: 16 bytes of each of four columns
+constexpr int kTurnedShares = kScaleBlock / kTurnedLines;
 
 struct QuantiseWeightsStorage {
   uint32_t largest[kQuantiseWarps];
-  uint32_t codes[kScaleBlock * kLineWords];  // word w of line i at i * kLineWords + (w ^ i / 4)
+  alignas(16) uint32_t codes[kScaleBlock * kLineWords];  // word w of line i at place_of_word(i, w)
 };
 
-// Word w of four words that hold four lines of four bytes each: byte w of every line.
-__device__ __forceinline__ uint32_t turned_word(uint32_t const (&lines)[4], int w) {
-  uint32_t word = 0;
-  TESSERA_UNROLL
-  for (int i = 0; i < 4; ++i) word |= (lines[i] >> 8 * w & 0xff) << 8 * i;
-  return word;
+// Threads of a warp write two lines, or read four words of a line in each kTurnedLines: no bank has two of them.
+__device__ __forceinline__ int place_of_word(int line, int word) {
+  return line * kLineWords + (word ^ line / kTurnedLines * 4);
 }
 
+// Words of four lines, each of four columns, become words of four columns.
+__device__ __forceinline__ void turn_bytes(uint32_t const (&lines)[4], uint32_t (&columns)[4]) {
+  uint32_t const low[2] = {arch::permute_bytes(lines[0], lines[1], 0x5140),
+                           arch::permute_bytes(lines[2], lines[3], 0x5140)};
+  uint32_t const high[2] = {arch::permute_bytes(lines[0], lines[1], 0x7362),
+                            arch::permute_bytes(lines[2], lines[3], 0x7362)};
+  columns[0] = arch::low_halves(low[0], low[1]);
+  columns[1] = arch::high_halves(low[0], low[1]);
+  columns[2] = arch::low_halves(high[0], high[1]);
+  columns[3] = arch::high_halves(high[0], high[1]);
+}
+
+// Where the lines of a block begin, as offsets in elements. Most layouts have them at one distance.
+class BlockLines {
+ public:
+  __device__ __forceinline__ BlockLines(WeightRows const& w, int64_t expert, int64_t first_row,
+                                        int64_t first_column)
+      : w_(w), first_row_(first_row) {
+    int64_t const start = expert * w.expert_stride + first_column * w.column_stride;
+    if (w.column_stride != 1) {
+      base_ = start + first_row;
+      step_ = w.column_stride;
+    } else if (first_row + kScaleBlock <= w.block) {
+      base_ = start + first_row * w.row_stride;
+      step_ = w.row_stride;
+    } else {
+      base_ = start;
+      step_ = 0;
+    }
+  }
+  __device__ __forceinline__ int64_t at(int line) const {
+    if (step_ != 0) return base_ + line * step_;
+    auto const row = static_cast<uint32_t>(first_row_ + line);
+    auto const block = static_cast<uint32_t>(w_.block);
+    return base_ + row / block * w_.block_stride + row % block * w_.row_stride;
+  }
+
+ private:
+  WeightRows const& w_;
+  int64_t first_row_;
+  int64_t base_, step_;  // a step of 0: a block of rows ends within these
+};
+
+// A CTA has a block: neighbours share lines. kTurns: codes are wanted across the lines, too.
+template <bool kTurns>
 __global__ void __launch_bounds__(kQuantiseThreads)
     quantise_weights(__grid_constant__ QuantiseWeightsArguments const p) {
   TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<QuantiseWeightsStorage*>(smem_raw);
-  // A block of (expert, half, block of rows), and one of columns: those that share a row are neighbours.
-  int64_t const across = p.width / kScaleBlock, down = p.rows / kScaleBlock;
-  int64_t const block_row = blockIdx.x / across, block_column = blockIdx.x % across;
-  int64_t const matrix = block_row / down, expert = matrix / p.halves;
-  int const half = static_cast<int>(matrix % p.halves);
-  int64_t const first_row = block_row % down * kScaleBlock;
-  int64_t const first_column = block_column * kScaleBlock;
+  auto const across = uint32_t(p.width / kScaleBlock), down = uint32_t(p.rows / kScaleBlock);
+  bool const is_transposed = p.w[0].column_stride != 1;
+  uint32_t const along_line = is_transposed ? down : across;
+  uint32_t const of_lines = blockIdx.x / along_line, along = blockIdx.x % along_line;
+  uint32_t const lines_down = is_transposed ? across : down;
+  int64_t const matrix = of_lines / lines_down, expert = p.halves == 2 ? matrix / 2 : matrix;
+  int const half = p.halves == 2 ? static_cast<int>(matrix % 2) : 0;
   WeightRows const& w = p.w[half];
-  bool const is_transposed = w.column_stride != 1;
+  int64_t const block = is_transposed ? along : of_lines % lines_down;
+  int64_t const block_column = is_transposed ? of_lines % lines_down : along;
+  int64_t const first_row = block * kScaleBlock, first_column = block_column * kScaleBlock;
   int const lane = static_cast<int>(threadIdx.x) % kBlockLanes;
   int const first_line = static_cast<int>(threadIdx.x) / kBlockLanes;
+  BlockLines const lines(w, expert, first_row, first_column);
   uint4 shares[kShares];
   uint32_t largest = 0;
   TESSERA_UNROLL
   for (int i = 0; i < kShares; ++i) {
-    int64_t const line = first_line + i * kRowsAtOnce;
-    int64_t const at = is_transposed ? expert * w.expert_stride +
-                                           (first_column + line) * w.column_stride + first_row
-                                     : w.row_offset(expert, first_row + line) + first_column;
-    shares[i] = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(w.gmem) + at +
-                                                     lane * kShareElements));
-    largest = max(largest, largest_of(shares[i]));
+    int64_t const at = lines.at(first_line + i * kRowsAtOnce) + lane * kShareElements;
+    shares[i] = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(w.gmem) + at));
   }
+  TESSERA_UNROLL
+  for (int i = 0; i < kShares; ++i) largest = max(largest, largest_of(shares[i]));
   largest = fold_largest<arch::kWarpThreads>(largest);
   if (arch::lane_idx() == 0) smem.largest[threadIdx.x / arch::kWarpThreads] = largest;
   __syncthreads();
@@ -165,27 +209,20 @@ __global__ void __launch_bounds__(kQuantiseThreads)
   auto* const gmem_columns = static_cast<uint8_t*>(p.gmem_codes_t) +
                              (expert * p.width + first_column) * turned_pitch + half * p.rows +
                              first_row;
-  bool const stores_rows = p.gmem_codes != nullptr, stores_columns = p.gmem_codes_t != nullptr;
-  bool const stores_lines = is_transposed ? stores_columns : stores_rows;
-  bool const stores_turned = is_transposed ? stores_rows : stores_columns;
-  uint8_t* const gmem_lines = is_transposed ? gmem_columns : gmem_rows;
-  uint8_t* const gmem_turned = is_transposed ? gmem_rows : gmem_columns;
-  int64_t const line_pitch = is_transposed ? turned_pitch : pitch;
+  bool const stores_lines = (is_transposed ? p.gmem_codes_t : p.gmem_codes) != nullptr;
+  uint8_t* const gmem_line = (is_transposed ? gmem_columns : gmem_rows) +
+                             first_line * (is_transposed ? turned_pitch : pitch);
+  int64_t const line_step = kRowsAtOnce * (is_transposed ? turned_pitch : pitch);
   TESSERA_UNROLL
   for (int i = 0; i < kShares; ++i) {
     int const line = first_line + i * kRowsAtOnce;
     uint2 const codes = codes_of(shares[i], scale.inverse);
-    if (stores_lines) {
-      reinterpret_cast<uint2*>(gmem_lines + line * line_pitch)[lane] = codes;
-    }
-    if (stores_turned) {
-      uint32_t* const smem_line = smem.codes + line * kLineWords;
-      smem_line[2 * lane ^ line / 4] = codes.x;
-      smem_line[(2 * lane + 1) ^ line / 4] = codes.y;
+    if (stores_lines) reinterpret_cast<uint2*>(gmem_line + i * line_step)[lane] = codes;
+    if constexpr (kTurns) {
+      *reinterpret_cast<uint2*>(&smem.codes[place_of_word(line, 2 * lane)]) = codes;
     }
   }
   if (threadIdx.x == 0) {
-    int64_t const block = block_row % down;
     if (p.gmem_scales != nullptr) {
       p.gmem_scales[((expert * down + block) * across + block_column) * p.halves + half] =
           scale.scale;
@@ -195,20 +232,30 @@ __global__ void __launch_bounds__(kQuantiseThreads)
           scale.scale;
     }
   }
-  if (!stores_turned) return;
-  __syncthreads();
-  // A lane has four lines; a warp stores whole ones of the other orientation, four at a time.
-  int64_t const other_pitch = is_transposed ? pitch : turned_pitch;
-  int const four = arch::lane_idx();
-  for (int word = static_cast<int>(threadIdx.x) / arch::kWarpThreads; word < kLineWords;
-       word += kQuantiseWarps) {
-    uint32_t lines[4];
+  if constexpr (kTurns) {
+    __syncthreads();
+    // Eight threads have a column's 128 lines, which are 128 bytes of the other orientation.
+    int const share = static_cast<int>(threadIdx.x) % kTurnedShares;
+    int const word = static_cast<int>(threadIdx.x) / kTurnedShares;
+    uint32_t columns[4][4];  // of four columns, each of four words
     TESSERA_UNROLL
-    for (int i = 0; i < 4; ++i) lines[i] = smem.codes[(4 * four + i) * kLineWords + (word ^ four)];
+    for (int four = 0; four < 4; ++four) {
+      uint32_t words[4], turned[4];
+      TESSERA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        words[i] = smem.codes[place_of_word(kTurnedLines * share + 4 * four + i, word)];
+      }
+      turn_bytes(words, turned);
+      TESSERA_UNROLL
+      for (int i = 0; i < 4; ++i) columns[i][four] = turned[i];
+    }
+    int64_t const other_pitch = is_transposed ? pitch : turned_pitch;
+    uint8_t* const gmem_turned =
+        (is_transposed ? gmem_rows : gmem_columns) + 4 * word * other_pitch + kTurnedLines * share;
     TESSERA_UNROLL
     for (int i = 0; i < 4; ++i) {
-      reinterpret_cast<uint32_t*>(gmem_turned + (4 * word + i) * other_pitch)[four] =
-          turned_word(lines, i);
+      *reinterpret_cast<uint4*>(gmem_turned + i * other_pitch) = {columns[i][0], columns[i][1],
+                                                                  columns[i][2], columns[i][3]};
     }
   }
 }
@@ -221,12 +268,15 @@ inline cudaError_t launch_quantise_weights_kernel(QuantiseWeightsArguments const
   int64_t const blocks =
       int64_t{args.halves} * args.experts * (args.rows / kScaleBlock) * (args.width / kScaleBlock);
   if (blocks == 0) return cudaSuccess;
+  bool const is_transposed = args.w[0].column_stride != 1;
+  bool const turns = (is_transposed ? args.gmem_codes : args.gmem_codes_t) != nullptr;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kQuantiseThreads);
   config.dynamicSmemBytes = sizeof(QuantiseWeightsStorage);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, quantise_weights, args);
+  return cudaLaunchKernelEx(&config, turns ? quantise_weights<true> : quantise_weights<false>,
+                            args);
 }
 
 // 16 codes of a block and its scale to 32 bytes of bf16.

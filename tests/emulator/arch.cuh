@@ -96,6 +96,14 @@ inline uint32_t round_to_bf16(float x) {
 inline uint32_t pack_bf16(float low, float high) {
   return round_to_bf16(low) | round_to_bf16(high) << 16;
 }
+inline uint32_t permute_bytes(uint32_t first, uint32_t second, uint32_t selector) {
+  uint64_t const bytes = first | uint64_t{second} << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return result;
+}
 inline uint32_t low_halves(uint32_t first, uint32_t second) {
   return (first & 0xffffu) | second << 16;
 }
@@ -216,6 +224,15 @@ inline uint32_t load_4(void const* from, bool wanted) {
 }
 inline void store_streaming_16(void* to, uint4 bits) { std::memcpy(to, &bits, sizeof bits); }
 inline void store_streaming_8(void* to, uint2 bits) { std::memcpy(to, &bits, sizeof bits); }
+inline void store_streaming_16(void* to, uint4 bits, bool wanted) {
+  if (wanted) store_streaming_16(to, bits);
+}
+inline void store_streaming_8(void* to, uint2 bits, bool wanted) {
+  if (wanted) store_streaming_8(to, bits);
+}
+inline void store_4(void* to, float value, bool wanted) {
+  if (wanted) std::memcpy(to, &value, sizeof value);
+}
 template <class T>
 void store_shared(uint32_t smem, T const& value) {
   std::memcpy(shared_at(smem), &value, sizeof value);

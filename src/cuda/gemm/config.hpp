@@ -150,11 +150,19 @@ struct GemmConfig {
 
   // One CTA per SM: 384 threads enter with 168 registers each (64512 in all), 512 with 128.
   consteval int producer_registers() const {
-    return stores_apart() ? 48 : gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32;
+    return stores_apart()             ? 512 - 2 * consumer_registers() - epilogue_registers()
+           : gathers()                ? 56
+           : consumer_warpgroups == 2 ? 40
+                                      : 32;
   }
-  consteval int epilogue_registers() const { return 48; }  // apart
+  // Apart; gate and up have more scales, which consumers hold.
+  consteval int epilogue_registers() const {
+    return tile.n == 128 ? 120 : b_halves() == 2 ? 48 : 64;
+  }
   consteval int consumer_registers() const {
-    return stores_apart()             ? 208
+    return stores_apart()             ? (tile.n == 128     ? 168
+                                         : b_halves() == 2 ? 208
+                                                           : 200)
            : consumer_warpgroups == 2 ? (gathers() ? 224 : 232)
                                       : (gathers() ? 152 : 160);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 64 rows x 256 columns of a consumer warpgroup lie in its four slabs, in bf16, for the warpgroup that stores: what
+// 64 rows x tile.n columns of a consumer warpgroup lie in its slabs, in bf16, for the warpgroup that stores: what
 // deferred.cuh does with two slabs and registers. A warp fills its own 16 rows, and one warp reads them. A piece is
 // four rows of all columns. Gated: slabs are gate, up of the first column group, then of the second.
 #pragma once
@@ -15,6 +15,10 @@ template <GemmConfig kGemm>
 class HeldTile {
  public:
   static constexpr int kPieces = 4, kPieceRows = kWarpRows / kPieces;
+  static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
+  static constexpr uint32_t kRowBytes = kSlabColumns * sizeof(bf16);
+  static constexpr uint32_t kSlabBytes = kSubtileM * kRowBytes;
+  static constexpr uint32_t kPieceBytes = kPieceRows * kRowBytes;
 
   // A consumer fills its rows; what was held before must have been read. All that it needs is worked out anew, as
   // accumulators and partial sums leave few registers to the k loop.
@@ -23,11 +27,11 @@ class HeldTile {
     uint32_t const thread = arch::forgotten(threadIdx.x) - arch::kWarpgroupThreads;
     uint32_t const lane = thread % arch::kWarpThreads;
     uint32_t const rows = arch::shared_address(smem.slabs) +
-                          thread / arch::kWarpgroupThreads * (4 * kSlabBytes) +
+                          thread / arch::kWarpgroupThreads * (kSlabs * kSlabBytes) +
                           warp_of(thread) * (kWarpRows * kRowBytes) + lane % 16 * kRowBytes +
                           ((lane / 16 ^ lane % 8) << 4);
     TESSERA_UNROLL
-    for (int slab = 0; slab < 4; ++slab) {
+    for (int slab = 0; slab < kSlabs; ++slab) {
       fill_warp_rows(rows + slab * kSlabBytes, [&](int i) { return acc.packed(slab, i); });
     }
     __syncwarp();
@@ -36,7 +40,7 @@ class HeldTile {
   // Belongs to the warpgroup that stores, whose warps have the rows of the same warps of a consumer.
   __device__ __forceinline__ explicit HeldTile(SharedStorage<kGemm>& smem)
       : smem_(smem), smem_slabs_(arch::shared_address(smem.slabs)) {
-    static_assert(kGemm.epilogue.slabs == 4);
+    static_assert(kGemm.epilogue.slabs == kSlabs);
   }
   // Places are those of this consumer's rows.
   __device__ __forceinline__ void of(int consumer) {
@@ -61,26 +65,6 @@ class HeldTile {
             .row = row,
             .column = chunk * 8};
   }
-
-  // A lane's 8 columns of a column group: sixteen lanes have a row of its 128 columns, and a group piece is two rows.
-  static constexpr int kGroupPieces = kWarpRows / 2;
-  struct GroupPlace {
-    uint32_t smem;
-    int row;  // in piece 0, among the warp's 16; two more in every next piece
-
-    __device__ __forceinline__ uint4 load(int group, int piece) const {
-      return arch::load_shared_16((smem ^ (2 * piece % 8 << 4)) + piece * (2 * kRowBytes) +
-                                  group * (2 * kSlabBytes));
-    }
-  };
-  __device__ __forceinline__ GroupPlace group_place() const {
-    uint32_t const thread = threadIdx.x, lane = thread % arch::kWarpThreads;
-    int const chunk = lane % 8, row = lane / 16;
-    return {.smem = smem_row(thread, row) + lane / 8 % 2 * kSlabBytes + ((chunk ^ row) << 4),
-            .row = row};
-  }
-  // The first of them among the group's 128.
-  __device__ __forceinline__ static int group_column() { return arch::lane_idx() % 16 * 8; }
 
   // Gated: 16 columns of gate and the same of up. A lane's two lowest bits say which 16 of a slab, bit 3 which column
   // group, bits 2 and 4 which row. So the eight lanes that shared memory serves at a time have two rows of one slab,
@@ -117,9 +101,6 @@ class HeldTile {
   }
 
  private:
-  static constexpr uint32_t kRowBytes = kSlabColumns * sizeof(bf16);
-  static constexpr uint32_t kSlabBytes = kSubtileM * kRowBytes;
-
   __device__ __forceinline__ static uint32_t warp_of(uint32_t thread) {
     return thread % arch::kWarpgroupThreads / arch::kWarpThreads;
   }

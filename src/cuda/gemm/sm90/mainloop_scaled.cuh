@@ -5,9 +5,10 @@
 //   a warpgroup: wait full[s] | 4 x m64n128k32 of group 0 -> partial | scales | wait | acc[0] += partial * scales |
 //                4 x m64n128k32 of group 1 -> partial | look at full[s+1] | wait | arrive empty[s] |
 //                acc[1] += partial * scales
-// It never has two groups of wgmmas in flight; those of the other warpgroup fill the tensor cores meanwhile. Sums are
-// those of k_tiles in their order, each added by one FMA. Whatever else a warpgroup does, the tensor cores wait for:
-// it fills slabs behind a tile's k loop, and another warpgroup has the epilogue.
+// With one column group that is the first and the last. It never has two groups of wgmmas in flight; those of the
+// other warpgroup fill the tensor cores meanwhile. Sums are those of k_tiles in their order, each added by one FMA. The
+// tensor cores wait for whatever else a warpgroup does: it fills slabs behind a tile's k loop, and another has the
+// epilogue.
 // docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
@@ -77,10 +78,10 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
                                                 PipelineState<kGemm>& state,
                                                 Accumulators<kGemm>& acc, int row, int k_tiles) {
   constexpr uint64_t kGroupStep = kGemm.b.bytes(kGroupColumns, kGemm.tile.k) / 16;
-  int const own_row = scaled_row();
+  constexpr int kGroups = kGemm.column_groups();
   // Not by a flag of the first products: ptxas puts the selects between the wgmmas of a group.
   TESSERA_UNROLL
-  for (int i = 0; i < kGroupColumns; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
+  for (int i = 0; i < kGroups * 64; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
   bool full = false;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
@@ -89,18 +90,18 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
     uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
     ScaleFactors factors;
     TESSERA_UNROLL
-    for (int group = 0; group < 2; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
+      bool const is_last = group + 1 == kGroups;
       float partial[kGroupColumns / 2];
       issue_scaled(partial, a, b + group * kGroupStep);
-      if (group == 0) {
-        factors = scale_factors<kGemm>(smem, stage, own_row);
-      } else {
+      if (group == 0) factors = scale_factors<kGemm>(smem, stage, scaled_row());
+      if (is_last) {
         state.advance();
         full = k_tile + 1 < k_tiles && is_full<kGemm>(smem, state);
         if (full) arch::fence_proxy_async_shared();
       }
       arch::wgmma_wait<0>();
-      if (group == 1) release_stage<kGemm>(smem, stage);
+      if (is_last) release_stage<kGemm>(smem, stage);
       promote<kGemm>(Fragments::of(acc, group), partial, factors, group);
     }
   }
@@ -139,15 +140,15 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
                                              typename Epilogue::Params const& epilogue_params) {
   static_assert(keeps_contract<kGemm.epilogue, Epilogue, Accumulators<kGemm>, PipelineState<kGemm>,
                                ScaledStorage<kGemm>>());
+  constexpr bool kReads = kGemm.epilogue.row_numbers != 0;
   arch::release_registers<kGemm.epilogue_registers()>();
   WorkQueue<kGemm> queue(smem);
   WorkTile tile;
-  uint32_t phases = 0;  // of held[], a bit for either consumer
-  uint32_t turn = 0;
-  bool is_begun = false;
+  uint32_t phases = 0;  // of held[], a bit for either consumer: the first has rows of every tile
+  if (kReads && queue.peek(tile)) Epilogue(smem, epilogue_params).begin(tile, 0);
   while (queue.read(tile)) {
     Epilogue epilogue(smem, epilogue_params);
-    if (!is_begun) epilogue.begin(tile, turn);
+    uint32_t const turn = phases & 1;
 #pragma unroll 1
     for (int consumer = 0; consumer < 2 && tile.rows > consumer * kSubtileM; ++consumer) {
       int const warp = 4 * consumer + arch::warp_idx() % 4;
@@ -157,13 +158,11 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
       __syncwarp();
       if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.stored[warp]);
       __syncwarp();
-      if (kGemm.epilogue.row_numbers != 0 && consumer == 0) {
-        is_begun = true;
+      if (kReads && consumer == 0) {
         WorkTile ahead;
         if (queue.peek(ahead)) epilogue.begin(ahead, turn ^ 1);
       }
     }
-    turn ^= 1;
   }
 }
 

@@ -21,7 +21,7 @@ LAYERS = {
     "src/cpu/parallel": ["include/tessera", "src/core"],
     "src/ops": [
         "include/tessera", "src/core", "src/cpu/parallel", "src/cuda/layer/backend.hpp", "src/expert_parallel",
-        "src/expert_parallel/plan", "src/expert_parallel/transport",
+        "src/expert_parallel/plan", "src/expert_parallel/transport", "src/expert_parallel/hosts",
     ],
     "src/capi": ["include/tessera"],
     "src/device": ["include/tessera"],
@@ -58,7 +58,12 @@ LAYERS = {
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/expert_parallel": [
         "include/tessera", "src/core", "src/expert_parallel/plan", "src/expert_parallel/transport",
-        "src/expert_parallel/fused/forward.hpp", "src/cuda/host/aggregate.hpp", "src/cuda/host/error_text.hpp",
+        "src/expert_parallel/fused/forward.hpp", "src/expert_parallel/hosts", "src/cuda/host/aggregate.hpp",
+        "src/cuda/host/error_text.hpp",
+    ],
+    "src/expert_parallel/hosts": [
+        "include/tessera", "src/core", "src/expert_parallel/transport", "src/cuda/arch",
+        "src/cuda/host/error_text.hpp", "src/cuda/host/outside_capture.hpp",
     ],
     "src/expert_parallel/plan": ["include/tessera", "src/core"],
     "src/expert_parallel/transport": [
@@ -93,8 +98,8 @@ MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
 MAY_INCLUDE_CUDA = (
     "src/cuda", "src/device/cuda.cu", "src/expert_parallel/transport/device_calls.cpp",
     "src/expert_parallel/session.cpp", "src/expert_parallel/exchange", "src/expert_parallel/fused",
-    "src/expert_parallel/unfused", "bench/cuda", "bench/expert_parallel", "examples/cpp", "tests/cuda",
-    "tests/emulator", "tests/example",
+    "src/expert_parallel/hosts", "src/expert_parallel/unfused", "bench/cuda", "bench/expert_parallel",
+    "examples/cpp", "tests/cuda", "tests/emulator", "tests/example",
 )
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}

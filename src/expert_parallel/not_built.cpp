@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A build without CUDA: no device can be used, so nothing else is ever reached.
+#include "expert_parallel/hosts/stream_calls.hpp"
 #include "expert_parallel/session.hpp"
 #include "expert_parallel/transport/device_calls.hpp"
 
@@ -25,6 +26,23 @@ DeviceCalls const& device_calls() noexcept {
       [](std::size_t) noexcept -> Expected<void*> { return refuse(); },
       [](void*) noexcept {},
       [](std::int32_t, std::int32_t) noexcept { return refuse(); }};
+  return kCalls;
+}
+
+hosts::StreamCalls const& hosts::stream_calls() noexcept {
+  static constexpr StreamCalls kCalls = {
+      [](ChooseTokens const&, Stream) noexcept { return refuse(); },
+      [](PackRows const&, Stream) noexcept { return refuse(); },
+      [](SumPartials const&, Stream) noexcept { return refuse(); },
+      [](void*, void const*, std::size_t, Stream) noexcept { return refuse(); },
+      [](Stream) noexcept -> Expected<bool> { return refuse(); },
+      []() noexcept -> Expected<void*> { return refuse(); },
+      [](void*, Stream) noexcept { return refuse(); },
+      [](std::size_t) noexcept -> Expected<void*> { return refuse(); },
+      [](void*) noexcept -> Expected<bool> { return refuse(); },
+      [](void*) noexcept {},
+      [](void*) noexcept {},
+      []() noexcept {}};
   return kCalls;
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "expert_parallel/transport/nccl_library.hpp"
+#include "tests/expert_parallel/fake_messages.hpp"
 
 #define FAKE_CALL extern "C" __attribute__((visibility("default")))
 
@@ -36,6 +37,9 @@ FAKE_CALL int ncclGetVersion(int* version) {
 FAKE_CALL char const* ncclGetErrorString(int) { return "unhandled fake error"; }
 FAKE_CALL int ncclGetUniqueId(NcclUniqueId* id) {
   std::memset(id, 7, sizeof *id);
+  static std::atomic<int> ids = 0;
+  int const number = ++ids;
+  std::memcpy(id, &number, sizeof number);
   return result("ncclGetUniqueId");
 }
 FAKE_CALL int ncclCommInitRank(NcclComm* comm, int, NcclUniqueId id, int rank) {
@@ -46,11 +50,13 @@ FAKE_CALL int ncclCommInitRank(NcclComm* comm, int, NcclUniqueId id, int rank) {
   *comm = reinterpret_cast<NcclComm>(&state);
   return 0;
 }
-FAKE_CALL int ncclCommDestroy(NcclComm) {
+FAKE_CALL int ncclCommDestroy(NcclComm comm) {
+  if (leave_messages(comm, false)) return 0;
   --state.communicators;
   return result_there("ncclCommDestroy");
 }
-FAKE_CALL int ncclCommAbort(NcclComm) {  // takes what is registered with it
+FAKE_CALL int ncclCommAbort(NcclComm comm) {  // takes what is registered with it
+  if (leave_messages(comm, true)) return 0;
   --state.communicators;
   state.windows = 0;
   return result_there("ncclCommAbort");

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A libnccl that needs no GPU: one rank of a group whose other ranks are said to be there.
+// A libnccl that needs no GPU: one rank of a group whose other ranks are said to be there, for windows; and ranks that
+// are threads of this process, for messages.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 
 namespace tessera::expert_parallel {
 
@@ -26,5 +29,25 @@ constexpr std::uint64_t kFakeFlatBase = 0x7f0000000000;  // where rank 0's windo
 constexpr unsigned kFakeStride4g = 35;
 
 extern "C" FakeNccl* fake_nccl();
+
+// A communicator for messages does what a stream of NCCL does, on one of these.
+class FakeQueue {
+ public:
+  virtual void enqueue(std::function<void()> work) = 0;
+
+ protected:
+  ~FakeQueue() = default;
+};
+
+// Of communicators for messages, made by ncclCommInitRankConfig.
+struct FakeMessages {
+  std::atomic<int> communicators = 0;  // that there are
+  std::atomic<int> aborted = 0;        // that there have been
+  std::atomic<bool> tells =
+      false;                   // whether the others hear of one that was aborted, as over a socket
+  std::atomic<int> wrong = 0;  // messages of another length than awaited, configurations that block
+  std::atomic<int> failing_group = 0;  // the ncclGroupEnd, from 1 on, which fails
+};
+extern "C" FakeMessages* fake_messages();
 
 }  // namespace tessera::expert_parallel

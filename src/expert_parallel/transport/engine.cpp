@@ -19,19 +19,18 @@ Status check_ranks(std::int32_t rank, std::int32_t ranks) noexcept {
   return {};
 }
 
-Status check_multicast_is_off(EngineConfig const& config) noexcept {
-  char const* const value = config.nccl_nvls_enable;
-  if (value != nullptr && std::strcmp(value, "0") == 0) return {};
+}  // namespace
+
+Status check_multicast_is_off(char const* nccl_nvls_enable) noexcept {
+  if (nccl_nvls_enable != nullptr && std::strcmp(nccl_nvls_enable, "0") == 0) return {};
   return Status::error(StatusCode::environment,
                        "NVLink multicast must be off: NCCL_NVLS_ENABLE is %s; set it to 0 before "
                        "the first NCCL call of the process",
-                       value == nullptr ? "not set" : value);
+                       nccl_nvls_enable == nullptr ? "not set" : nccl_nvls_enable);
 }
 
-}  // namespace
-
 Expected<NcclUniqueId> make_unique_id(EngineConfig const& config) noexcept {
-  TESSERA_TRY(check_multicast_is_off(config));
+  TESSERA_TRY(check_multicast_is_off(config.nccl_nvls_enable));
   auto nccl = NcclLibrary::load(config.nccl_path);
   if (!nccl.ok()) return nccl.status();
   NcclUniqueId id = {};
@@ -42,7 +41,7 @@ Expected<NcclUniqueId> make_unique_id(EngineConfig const& config) noexcept {
 Expected<std::unique_ptr<Engine>> Engine::open(EngineConfig const& config,
                                                DeviceCalls const& calls) noexcept {
   TESSERA_TRY(check_ranks(config.rank, config.ranks));
-  TESSERA_TRY(check_multicast_is_off(config));
+  TESSERA_TRY(check_multicast_is_off(config.nccl_nvls_enable));
   auto nccl = NcclLibrary::load(config.nccl_path);
   if (!nccl.ok()) return nccl.status();
   DeviceScope const scope(calls, config.device, ContextChoice::primary);

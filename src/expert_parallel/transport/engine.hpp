@@ -32,6 +32,9 @@ struct EngineConfig {
   char const* nccl_nvls_enable = nullptr;
 };
 
+/// environment: NVLink multicast is not switched off. nccl_nvls_enable: as in EngineConfig.
+Status check_multicast_is_off(char const* nccl_nvls_enable) noexcept;
+
 /// An identity for the group of ranks. Call it on one of them.
 Expected<NcclUniqueId> make_unique_id(EngineConfig const& config) noexcept;
 

@@ -46,6 +46,12 @@ Expected<NcclLibrary> NcclLibrary::load(char const* path) noexcept {
   need("ncclGetErrorString", nccl.get_error_string_);
   need("ncclGetUniqueId", nccl.get_unique_id);
   need("ncclCommInitRank", nccl.comm_init_rank);
+  need("ncclCommInitRankConfig", nccl.comm_init_rank_config);
+  need("ncclCommGetAsyncError", nccl.comm_get_async_error);
+  need("ncclGroupStart", nccl.group_start);
+  need("ncclGroupEnd", nccl.group_end);
+  need("ncclSend", nccl.send);
+  need("ncclRecv", nccl.receive);
   need("ncclCommDestroy", nccl.comm_destroy);
   need("ncclCommAbort", nccl.comm_abort);
   need("ncclMemAlloc", nccl.mem_alloc);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// NCCL, loaded at run time: the calls that symmetric windows need, declared here so that the build needs
+// NCCL, loaded at run time: the calls that symmetric windows and messages need, declared here so that the build needs
 // neither its headers nor its library. Everything used is plain C of a stable ABI, but for one thing:
 // before 2.29 the address of a window on a peer stands in a struct on the device, whose head is declared
 // below for 2.28 alone.
 #pragma once
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 
@@ -23,6 +24,8 @@ using NcclWindow = struct NcclWindowTag*;
 using NcclResult = int;  // 0 is success
 
 constexpr NcclResult kNcclSuccess = 0;
+constexpr NcclResult kNcclInProgress = 7;  // of a communicator whose calls do not block
+constexpr int kNcclBytes = 0;              // a type of elements: int8
 // Maps every rank's memory on every rank, and no more: the flag for symmetric collectives would also
 // create a multicast object where NVLS is on.
 constexpr int kNcclWindowDefault = 0;
@@ -42,6 +45,17 @@ struct NcclWindowHead228 {
   }
 };
 
+// ncclConfig_t as it was in 2.17: NCCL takes from it what its `size` and `version` say that it has.
+struct NcclConfig217 {
+  static constexpr int kUnset = INT_MIN;
+
+  std::size_t size = sizeof(NcclConfig217);
+  unsigned magic = 0xcafebeef, version = 21700;
+  int blocking = kUnset, cluster_size = kUnset, min_ctas = kUnset, max_ctas = kUnset;
+  char const* network = nullptr;
+};
+static_assert(sizeof(NcclConfig217) == 40);
+
 class NcclLibrary {
  public:
   /// Loads `path`, or libnccl.so.2 where it is null: the copy that the process has loaded already (such as
@@ -53,9 +67,22 @@ class NcclLibrary {
   [[nodiscard]] int version() const noexcept { return version_; }
   /// ok, or the error text of NCCL: "ncclMemAlloc: unhandled cuda error".
   [[nodiscard]] Status check(NcclResult result, char const* call) const noexcept;
+  /// Returns what NCCL says of a result.
+  [[nodiscard]] char const* text(NcclResult result) const noexcept {
+    return get_error_string_(result);
+  }
 
   NcclResult (*get_unique_id)(NcclUniqueId*) = nullptr;
   NcclResult (*comm_init_rank)(NcclComm*, int ranks, NcclUniqueId, int rank) = nullptr;
+  NcclResult (*comm_init_rank_config)(NcclComm*, int ranks, NcclUniqueId, int rank,
+                                      NcclConfig217*) = nullptr;
+  NcclResult (*comm_get_async_error)(NcclComm, NcclResult*) = nullptr;
+  NcclResult (*group_start)() = nullptr;
+  NcclResult (*group_end)() = nullptr;
+  NcclResult (*send)(void const*, std::size_t count, int type, int peer, NcclComm,
+                     void* stream) = nullptr;
+  NcclResult (*receive)(void*, std::size_t count, int type, int peer, NcclComm,
+                        void* stream) = nullptr;
   NcclResult (*comm_destroy)(NcclComm) = nullptr;
   NcclResult (*comm_abort)(NcclComm) = nullptr;
   NcclResult (*mem_alloc)(void**, std::size_t) = nullptr;

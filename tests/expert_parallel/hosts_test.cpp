@@ -1,0 +1,496 @@
+// SPDX-License-Identifier: Apache-2.0
+// Passes over several hosts, whose ranks are threads, on a fake NCCL: results bit by bit as the four steps of
+// docs/several-hosts.md say, for any number of ranks, bytes of each rail, and what is said where a rank is lost.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "expert_parallel/transport/engine.hpp"
+#include "tests/expert_parallel/host_ranks.hpp"
+
+namespace tessera::expert_parallel::hosts {
+namespace {
+
+StreamCalls const kStream = fake_stream_calls();
+DeviceCalls const kDevice = fake_device_calls();
+
+std::vector<Bits> draw(std::int64_t count, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<Bits> values(static_cast<std::size_t>(count));
+  for (Bits& value : values) value = core::round_to<core::Bf16>(normal(random)).bits;
+  return values;
+}
+
+enum class Routing : std::uint8_t { random, skewed, one_expert, sentinels };
+
+Problem make_problem(std::int32_t hosts, std::int32_t ranks, std::vector<std::int64_t> tokens,
+                     Routing routing, std::int32_t top_k = 3) {
+  Problem p = {
+      .hosts = hosts, .ranks = ranks, .tokens = std::move(tokens), .experts = 12, .top_k = top_k};
+  std::mt19937 random(static_cast<unsigned>(hosts * 100 + ranks));
+  for (std::int64_t const count : p.tokens) p.begins.push_back(p.begins.back() + count);
+  p.max_tokens = *std::max_element(p.tokens.begin(), p.tokens.end()) + 1;
+  std::int64_t const all = p.begins.back();
+  std::uniform_real_distribution<float> uniform;
+  for (std::int64_t i = 0; i < all * top_k; ++i) {
+    float const u = uniform(random);
+    auto id = static_cast<std::int32_t>(12 * (routing == Routing::skewed ? u * u * u : u));
+    if (routing == Routing::one_expert) id = i % top_k == 0 ? 11 : -1;
+    if (routing == Routing::sentinels && u < 0.4f) id = i % 2 == 0 ? -7 : 12;
+    p.ids.push_back(id);
+    p.scores.push_back(id < 0 || id >= 12 ? std::numeric_limits<float>::quiet_NaN()
+                                          : uniform(random));
+  }
+  p.x = draw(all * p.hidden, random);
+  p.d_o = draw(all * p.hidden, random);
+  p.w_up = draw(p.experts * 2 * p.intermediate * p.hidden, random);
+  p.w_down = draw(p.experts * p.intermediate * p.hidden, random);
+  return p;
+}
+
+struct Results {
+  std::vector<Bits> o, dx;
+  std::vector<float> dscores;
+  std::vector<Gradients> gradients;  // [host]
+};
+
+// As the hosts make it: the experts of each on the tokens of one after the other.
+Results expected(Problem const& p) {
+  std::int32_t const per_host = p.experts / p.hosts;
+  std::vector<std::vector<float>> sums(3);  // o, dx, dscores
+  sums[0].resize(p.x.size());
+  sums[1].resize(p.x.size());
+  sums[2].resize(p.ids.size());
+  Results results;
+  for (std::int32_t h = 0; h < p.hosts; ++h) {
+    HostLayer layer(p, h);
+    for (std::int32_t step = 0; step < p.hosts; ++step) {
+      auto const source = static_cast<std::size_t>((h + step) % p.hosts);
+      auto const ranks = static_cast<std::size_t>(p.ranks);
+      std::int64_t const begin = p.begins[source * ranks], end = p.begins[(source + 1) * ranks];
+      auto const part = [&](auto const& all, std::int64_t columns) {
+        return std::decay_t<decltype(all)>(all.begin() + begin * columns,
+                                           all.begin() + end * columns);
+      };
+      std::vector<std::int32_t> ids = part(p.ids, p.top_k);
+      for (std::int32_t& id : ids) {
+        id -= h * per_host;
+        if (id < 0 || id >= per_host) id = -1;
+      }
+      std::vector<Bits> o, dx;
+      std::vector<float> dscores;
+      HostLayer::Saved saved;
+      EXPECT_TRUE(layer.forward(part(p.x, p.hidden), ids, part(p.scores, p.top_k), o, saved).ok());
+      EXPECT_TRUE(layer.backward(part(p.d_o, p.hidden), saved, dx, dscores).ok());
+      for (std::size_t i = 0; i < o.size(); ++i) {
+        std::size_t const at = static_cast<std::size_t>(begin * p.hidden) + i;
+        sums[0][at] += core::to_fp32(core::Bf16{o[i]});
+        sums[1][at] += core::to_fp32(core::Bf16{dx[i]});
+      }
+      for (std::size_t i = 0; i < dscores.size(); ++i) {
+        sums[2][static_cast<std::size_t>(begin * p.top_k) + i] += dscores[i];
+      }
+    }
+    results.gradients.push_back(layer.gradients());
+  }
+  for (float const sum : sums[0]) results.o.push_back(core::round_to<core::Bf16>(sum).bits);
+  for (float const sum : sums[1]) results.dx.push_back(core::round_to<core::Bf16>(sum).bits);
+  results.dscores = sums[2];
+  return results;
+}
+
+template <class T>
+void expect_bits(char const* what, std::vector<T> const& got, std::vector<T> const& wanted) {
+  ASSERT_EQ(got.size(), wanted.size()) << what;
+  EXPECT_EQ(std::memcmp(got.data(), wanted.data(), sizeof(T) * got.size()), 0) << what;
+}
+
+class HostsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    nccl.tells = false;
+    nccl.failing_group = 0;
+    nccl.wrong = nccl.aborted = 0;
+  }
+  void TearDown() override {
+    EXPECT_EQ(nccl.wrong, 0) << "a message of another length than awaited";
+    EXPECT_EQ(nccl.communicators, 0) << "left behind";
+  }
+  [[nodiscard]] static Expected<std::unique_ptr<Rail>> open(HostPlace const& place,
+                                                            NcclUniqueId const& id,
+                                                            double time_limit = 20) {
+    return Rail::open({.place = place,
+                       .time_limit = time_limit,
+                       .id = id,
+                       .nccl_path = FAKE_NCCL_PATH,
+                       .nccl_nvls_enable = "0"},
+                      kDevice, kStream);
+  }
+  [[nodiscard]] static NcclUniqueId make_id() {
+    auto const id = make_unique_id({.nccl_path = FAKE_NCCL_PATH, .nccl_nvls_enable = "0"});
+    EXPECT_TRUE(id.ok()) << id.status().text();
+    return id.value();
+  }
+
+  FakeMessages& nccl = messages_of_nccl();
+};
+
+// Two passes of all ranks on the same objects; the gradients are those of the first.
+Results run(Problem const& p, bool counted, std::vector<std::vector<std::int64_t>>& sent) {
+  auto const ranks = static_cast<std::size_t>(p.ranks);
+  std::vector<NcclUniqueId> ids;
+  for (std::size_t g = 0; g < ranks; ++g) {
+    ids.push_back(make_unique_id({.nccl_path = FAKE_NCCL_PATH, .nccl_nvls_enable = "0"}).value());
+  }
+  std::vector<std::unique_ptr<SharedHost>> hosts;
+  for (std::int32_t h = 0; h < p.hosts; ++h) hosts.push_back(std::make_unique<SharedHost>(p, h));
+  Results results;
+  results.o.resize(p.x.size());
+  results.dx.resize(p.x.size());
+  results.dscores.resize(p.ids.size());
+  results.gradients.resize(static_cast<std::size_t>(p.hosts));
+  sent.assign(p.tokens.size(), {});
+  std::barrier all(static_cast<std::ptrdiff_t>(p.tokens.size()));
+  RotationShape const shape = {.hosts = p.hosts,
+                               .max_tokens = p.max_tokens,
+                               .hidden = p.hidden,
+                               .top_k = p.top_k,
+                               .experts = p.experts / p.hosts,
+                               .counted = counted};
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < p.tokens.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      std::size_t const h = rank / ranks, g = rank % ranks;
+      Queue queue;
+      auto rail = Rail::open(
+          {.place = {static_cast<std::int32_t>(h), p.hosts, static_cast<std::int32_t>(g)},
+           .time_limit = 20,
+           .id = ids[g],
+           .nccl_path = FAKE_NCCL_PATH,
+           .nccl_nvls_enable = "0"},
+          kDevice, kStream);
+      ASSERT_TRUE(rail.ok()) << rail.status().text();
+      std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes(), std::byte{0xff});
+      std::vector<std::byte> saved(SavedRegions(shape, true).plan.bytes(), std::byte{0xff});
+      Rotation rotation(shape, *rail.value(), workspace.data(), kStream);
+      InnerRank inner(*hosts[h], static_cast<std::int32_t>(g));
+      std::int64_t const begin = p.begins[rank], tokens = p.tokens[rank];
+      std::int64_t const row = begin * p.hidden, pair = begin * p.top_k;
+      for (int pass = 0; pass < 2; ++pass) {
+        std::array<std::int64_t, kMaxHosts> out = {}, in = {};
+        Status const forward = rotation.forward({.tokens = tokens,
+                                                 .gmem_x = p.x.data() + row,
+                                                 .gmem_topk_ids = p.ids.data() + pair,
+                                                 .gmem_topk_weights = p.scores.data() + pair,
+                                                 .gmem_o = results.o.data() + row,
+                                                 .gmem_saved = saved.data(),
+                                                 .saves = true},
+                                                {out.data(), in.data()}, inner, {&queue});
+        EXPECT_TRUE(forward.ok()) << forward.text();
+        Status const backward = rotation.backward({.tokens = tokens,
+                                                   .gmem_d_o = p.d_o.data() + row,
+                                                   .gmem_x = p.x.data() + row,
+                                                   .gmem_dx = results.dx.data() + row,
+                                                   .gmem_dscores = results.dscores.data() + pair,
+                                                   .gmem_saved = saved.data()},
+                                                  {out.data(), in.data()}, inner, {&queue});
+        EXPECT_TRUE(backward.ok()) << backward.text();
+        queue.drain();
+        all.arrive_and_wait();
+        if (pass == 0) {
+          auto const bytes = rail.value()->sent();
+          sent[rank].assign(bytes.begin(), bytes.end());
+          if (g == 0) results.gradients[h] = hosts[h]->layer().gradients();
+        }
+        all.arrive_and_wait();
+      }
+      EXPECT_TRUE(rail.value()->close().ok());
+      EXPECT_FALSE(hosts[h]->failed);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return results;
+}
+
+// What rank r sends to each host in a forward and a backward pass: docs/several-hosts.md.
+std::vector<std::int64_t> expected_bytes(Problem const& p, std::size_t rank, bool counted) {
+  auto const ranks = static_cast<std::size_t>(p.ranks);
+  std::int32_t const per_host = p.experts / p.hosts;
+  auto const rows = [&](std::size_t of, std::size_t host) -> std::int64_t {
+    if (!counted) return p.max_tokens;
+    std::int64_t count = 0;
+    for (std::int64_t t = p.begins[of]; t < p.begins[of + 1]; ++t) {
+      auto const* const first = p.ids.data() + t * p.top_k;
+      count += std::any_of(first, first + p.top_k, [&](std::int32_t id) {
+        return id >= 0 && id / per_host == static_cast<std::int32_t>(host);
+      });
+    }
+    return count;
+  };
+  std::vector<std::int64_t> bytes(static_cast<std::size_t>(p.hosts));
+  for (std::size_t host = 0; host < bytes.size(); ++host) {
+    if (host == rank / ranks) continue;
+    std::int64_t const out = rows(rank, host), in = rows(host * ranks + rank % ranks, rank / ranks);
+    std::int64_t const x = 2 * p.hidden, k = 4 * p.top_k;
+    bytes[host] = out * (x + 2 * k) + in * x + out * x + in * (x + k) + (counted ? 8 : 0);
+  }
+  return bytes;
+}
+
+TEST_F(HostsTest, ResultsAndBytes) {
+  struct Shape {
+    std::int32_t hosts, ranks;
+    std::vector<std::int64_t> tokens;
+  };
+  for (Shape const& s :
+       {Shape{1, 2, {4, 5}}, Shape{2, 1, {7, 5}}, Shape{4, 1, {5, 0, 9, 4}},
+        Shape{2, 2, {5, 0, 9, 4}}, Shape{2, 2, {0, 0, 0, 6}}, Shape{3, 2, {3, 4, 0, 6, 2, 5}},
+        Shape{2, 3, {3, 4, 0, 6, 2, 5}}, Shape{6, 1, {3, 4, 0, 6, 2, 5}}, Shape{2, 1, {0, 0}}}) {
+    for (Routing const routing :
+         {Routing::random, Routing::skewed, Routing::one_expert, Routing::sentinels}) {
+      SCOPED_TRACE(testing::Message() << s.hosts << " hosts of " << s.ranks << ", routing "
+                                      << static_cast<int>(routing));
+      Problem const problem =
+          make_problem(s.hosts, s.ranks, s.tokens, routing, s.hosts == 6 ? 2 : 3);
+      Results const wanted = expected(problem);
+      for (bool const counted : {false, true}) {
+        std::vector<std::vector<std::int64_t>> sent;
+        Results const got = run(problem, counted, sent);
+        expect_bits("o", got.o, wanted.o);
+        expect_bits("dx", got.dx, wanted.dx);
+        expect_bits("dscores", got.dscores, wanted.dscores);
+        for (std::size_t h = 0; h < wanted.gradients.size(); ++h) {
+          expect_bits("dw_up", got.gradients[h].up, wanted.gradients[h].up);
+          expect_bits("dw_down", got.gradients[h].down, wanted.gradients[h].down);
+        }
+        for (std::size_t rank = 0; rank < sent.size(); ++rank) {
+          std::vector<std::int64_t> none(static_cast<std::size_t>(s.hosts));
+          EXPECT_EQ(sent[rank], s.hosts == 1 ? none : expected_bytes(problem, rank, counted));
+        }
+        EXPECT_TRUE(wanted.o.empty() || *std::max_element(wanted.o.begin(), wanted.o.end()) > 0);
+      }
+    }
+  }
+}
+
+// Most sums of a few bf16 are the same in any order.
+TEST(SumOfPartials, HostsAscendInFp32AndRoundOnce) {
+  float const of_hosts[][3] = {{0x1p30f, -0x1p30f, 1}, {1, 0x1p-8f, 0x1p-8f}};
+  float const wanted[] = {1, 1 + 0x1p-7f};
+  for (int i = 0; i < 2; ++i) {
+    for (bool const fp32 : {false, true}) {
+      float fp32_sum = 0, fp32_partials[3];
+      core::Bf16 bf16_sum = {}, bf16_partials[3];
+      SumPartials p = {.tokens = 1, .columns = 1, .hosts = 3, .host = 1, .fp32 = fp32};
+      for (int h = 0; h < 3; ++h) {
+        fp32_partials[h] = of_hosts[i][h];
+        bf16_partials[h] = core::round_to<core::Bf16>(of_hosts[i][h]);
+        p.gmem_partial[h] = fp32 ? static_cast<void const*>(fp32_partials + h) : bf16_partials + h;
+      }
+      p.gmem_sum = fp32 ? static_cast<void*>(&fp32_sum) : &bf16_sum;
+      fp32 ? p.sum<float>(0, 0) : p.sum<core::Bf16>(0, 0);
+      EXPECT_EQ(fp32 ? fp32_sum : core::to_fp32(bf16_sum), wanted[i]) << i << ' ' << fp32;
+    }
+  }
+}
+
+// Two hosts of one rank: what the first is told when the second one does something else than a pass.
+class LostRank : public HostsTest {
+ protected:
+  // lose_rank(rail): what the second rank does after a pass of both; `first`: set before the first one goes on. Said is
+  // the text of its next pass, what its rail says once its stream is at rest, and how long that took.
+  struct Said {
+    std::string pass, check, next;
+    double seconds = 0;
+  };
+  Said lose(bool counted, std::function<void(std::unique_ptr<Rail>&)> const& lose_rank,
+            double time_limit = 0.3, std::atomic<bool> const* first = nullptr) {
+    Problem const p = make_problem(2, 1, {7, 5}, Routing::random);
+    NcclUniqueId const id = make_id();
+    RotationShape const shape = {.hosts = 2,
+                                 .max_tokens = p.max_tokens,
+                                 .hidden = p.hidden,
+                                 .top_k = p.top_k,
+                                 .experts = 6,
+                                 .counted = counted};
+    Said said;
+    std::barrier all(2);
+    auto const run_rank = [&](std::size_t rank) {
+      Queue queue;
+      SharedHost host(p, static_cast<std::int32_t>(rank));
+      auto rail = open({static_cast<std::int32_t>(rank), 2, 0}, id, time_limit);
+      ASSERT_TRUE(rail.ok()) << rail.status().text();
+      std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes(), std::byte{0xff});
+      std::vector<std::byte> saved(SavedRegions(shape, true).plan.bytes());
+      std::vector<Bits> o(static_cast<std::size_t>(p.tokens[rank] * p.hidden));
+      Rotation rotation(shape, *rail.value(), workspace.data(), kStream);
+      InnerRank inner(host, 0);
+      auto const pass = [&] {
+        std::array<std::int64_t, kMaxHosts> out = {}, in = {};
+        return rotation.forward({.tokens = p.tokens[rank],
+                                 .gmem_x = p.x.data() + p.begins[rank] * p.hidden,
+                                 .gmem_topk_ids = p.ids.data() + p.begins[rank] * p.top_k,
+                                 .gmem_topk_weights = p.scores.data() + p.begins[rank] * p.top_k,
+                                 .gmem_o = o.data(),
+                                 .gmem_saved = saved.data()},
+                                {out.data(), in.data()}, inner, {&queue});
+      };
+      EXPECT_TRUE(pass().ok());
+      queue.drain();
+      EXPECT_TRUE(rail.value()->fault().ok());
+      all.arrive_and_wait();
+      auto const start = std::chrono::steady_clock::now();
+      if (rank == 1) {
+        lose_rank(rail.value());
+        all.arrive_and_wait();
+        return;
+      }
+      if (first != nullptr) first->wait(false);
+      said.pass = pass().text();
+      queue.drain();
+      said.check = rail.value()->fault().text();
+      said.seconds =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      said.next = pass().text();
+      all.arrive_and_wait();
+      EXPECT_FALSE(rail.value()->close().ok());
+    };
+    std::thread other([&] { run_rank(1); });
+    run_rank(0);
+    other.join();
+    return said;
+  }
+  static void expect_named(Said const& said, std::string const& what, std::string const& why) {
+    EXPECT_EQ(said.check, "rank 0 of host 0 at pass 2 (forward), " + what +
+                              ": rank 0 of host 1 did not come (" + why +
+                              "); destroy the rails and objects of all ranks and make them anew");
+    EXPECT_EQ(said.next, said.check);
+    EXPECT_LT(said.seconds, 10);
+  }
+};
+
+TEST_F(LostRank, StallsWhileTheStreamWaits) {
+  Said const said = lose(false, [](auto&) {});
+  EXPECT_EQ(said.pass, "");  // the host does not wait
+  expect_named(said, "rows to their experts", "no message within 0.3 s");
+}
+
+TEST_F(LostRank, StallsWhileTheHostWaits) {
+  Said const said = lose(true, [](auto&) {});
+  EXPECT_EQ(said.pass, said.check);
+  expect_named(said, "numbers of rows", "no message within 0.3 s");
+}
+
+TEST_F(LostRank, DiesBeforeAPass) {
+  nccl.tells = true;
+  std::atomic<bool> is_gone = false;
+  Said const said = lose(
+      false,
+      [&](auto& rail) {
+        rail.reset();
+        is_gone = true;
+        is_gone.notify_one();
+      },
+      1000, &is_gone);
+  EXPECT_EQ(said.pass, said.check);
+  expect_named(said, "rows to their experts", "unhandled fake error");
+}
+
+TEST_F(LostRank, DiesWhileTheStreamWaits) {
+  nccl.tells = true;
+  Said const said = lose(
+      false,
+      [&](auto& rail) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        rail.reset();
+      },
+      1000);
+  EXPECT_EQ(said.pass, "");
+  expect_named(said, "rows to their experts", "unhandled fake error");
+}
+
+TEST_F(HostsTest, ACallFails) {
+  nccl.failing_group = 1;
+  NcclUniqueId const id = make_id();
+  std::unique_ptr<Rail> rails[2];
+  std::thread joining([&] { rails[1] = open({1, 2, 0}, id).value(); });
+  rails[0] = open({0, 2, 0}, id).value();
+  joining.join();
+  Queue queue;
+  int word = 0;
+  Message const message = {&word, sizeof word, 1, &word, sizeof word, 1};
+  EXPECT_TRUE(rails[0]->begin("forward").ok());
+  Status const status = rails[0]->exchange("words", {&message, 1}, {&queue});
+  EXPECT_NE(std::string(status.text()).find("words: rank 0 of host 1 did not come (unhandled"),
+            std::string::npos)
+      << status.text();
+  EXPECT_EQ(rails[0]->sent()[1], 0);
+}
+
+TEST_F(HostsTest, ARankThatDoesNotJoin) {
+  auto const rail = open({0, 2, 0}, make_id(), 0.2);
+  ASSERT_FALSE(rail.ok());
+  EXPECT_STREQ(rail.status().text(),
+               "rank 0 of host 0 at pass 0 (joining), joining the rail: rank 0 of host 1 did not "
+               "come (not within 0.2 s); destroy the rails and objects of all ranks and make them "
+               "anew");
+  EXPECT_EQ(nccl.aborted, 1);
+}
+
+TEST_F(HostsTest, TimeAheadOfAWaitDoesNotCount) {
+  NcclUniqueId const id = make_id();
+  std::unique_ptr<Rail> rails[2];
+  std::thread joining([&] { rails[1] = open({1, 2, 0}, id, 0.2).value(); });
+  rails[0] = open({0, 2, 0}, id, 0.2).value();
+  joining.join();
+  Queue queues[2];
+  int words[2][2] = {{3, 0}, {4, 0}};
+  for (int h = 0; h < 2; ++h) {
+    queues[h].enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(600)); });
+    Message const message = {&words[h][0], sizeof(int), 1 - h, &words[h][1], sizeof(int), 1 - h};
+    EXPECT_TRUE(rails[h]->exchange("words", {&message, 1}, {&queues[h]}).ok());
+  }
+  for (int h = 0; h < 2; ++h) {
+    queues[h].drain();
+    EXPECT_TRUE(rails[h]->fault().ok()) << rails[h]->fault().text();
+    EXPECT_EQ(words[h][1], 4 - h);
+    EXPECT_TRUE(rails[h]->close().ok());
+  }
+  Message const message = {&words[0][0], 4, 1, nullptr, 0, 1};
+  EXPECT_STREQ(rails[0]->exchange("words", {&message, 1}, {&queues[0]}).text(),
+               "the rail is closed; open another");
+}
+
+TEST_F(HostsTest, NumbersThatDoNotComeAreNotRead) {
+  NcclUniqueId const id = make_id();
+  std::unique_ptr<Rail> rails[2];
+  std::thread joining([&] { rails[1] = open({1, 2, 0}, id, 0.2).value(); });
+  rails[0] = open({0, 2, 0}, id, 0.2).value();
+  joining.join();
+  Queue queue;
+  int word = 5, read = 7;
+  Message const message = {nullptr, 0, 1, &word, sizeof word, 1};
+  EXPECT_TRUE(rails[0]->begin("forward").ok());
+  EXPECT_TRUE(rails[0]->exchange("numbers", {&message, 1}, {&queue}).ok());
+  EXPECT_EQ(rails[0]->read(&read, &word, sizeof word, {&queue}).code(), StatusCode::device_error);
+  EXPECT_EQ(read, 7);
+  queue.drain();
+}
+
+TEST_F(HostsTest, Refusals) {
+  NcclUniqueId const id = make_id();
+  auto const text = [&](HostPlace const& place, double limit) {
+    return std::string(open(place, id, limit).status().text());
+  };
+  EXPECT_EQ(text({0, 65, 0}, 1), "hosts=65: 1 to 64");
+  EXPECT_EQ(text({2, 2, 0}, 1), "host=2: 0 to hosts-1 = 1");
+  EXPECT_EQ(text({0, 2, 8}, 1), "rank=8: 0 to 7, within a host");
+  EXPECT_EQ(text({0, 2, 0}, 0), "time_limit=0: seconds, above 0 and at most a day");
+  auto const multicast =
+      Rail::open({.place = {0, 2, 0}, .id = id, .nccl_path = FAKE_NCCL_PATH}, kDevice, kStream);
+  EXPECT_EQ(multicast.status().code(), StatusCode::environment);
+}
+
+}  // namespace
+}  // namespace tessera::expert_parallel::hosts

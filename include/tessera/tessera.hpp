@@ -7,6 +7,7 @@
 #include "tessera/context.hpp"
 #include "tessera/expert_parallel.hpp"
 #include "tessera/grouped_gemm.hpp"
+#include "tessera/hosts.hpp"
 #include "tessera/low_precision.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/names.hpp"

@@ -252,5 +252,70 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   tessera_context_destroy(context);
 }
 
+HostsDesc good_hosts() {
+  HostsDesc desc;
+  desc.place = {.host = 1, .hosts = 3, .rank = 2};
+  desc.within = good();
+  desc.within.rank = 2;
+  desc.within.training = true;
+  return desc;
+}
+
+TEST(HostsExperts, RulesNameFieldAndValue) {
+  struct Bad {
+    char const* text;
+    void (*spoil)(HostsDesc&);
+  };
+  for (Bad const& bad : {
+           Bad{"hosts=65: 1 to 64", [](HostsDesc& d) { d.place.hosts = 65; }},
+           Bad{"host=3: 0 to hosts-1 = 2", [](HostsDesc& d) { d.place.host = 3; }},
+           Bad{"place.rank=1, within.rank=2", [](HostsDesc& d) { d.place.rank = 1; }},
+           Bad{"exchange=2", [](HostsDesc& d) { d.exchange = static_cast<HostExchange>(2); }},
+           Bad{"top_k=17: 1 to 16", [](HostsDesc& d) { d.within.top_k = 17; }},
+           Bad{"max_rows=1601: with training, 0 to ranks*max_tokens*top_k=1600",
+               [](HostsDesc& d) { d.max_rows = 1601; }},
+           Bad{"max_rows=5: with training",
+               [](HostsDesc& d) {
+                 d.max_rows = 5;
+                 d.within.training = false;
+               }},
+       }) {
+    HostsDesc desc = good_hosts();
+    bad.spoil(desc);
+    auto const bytes = HostsExperts::saved_bytes(desc);
+    ASSERT_FALSE(bytes.ok()) << bad.text;
+    EXPECT_EQ(bytes.status().code(), StatusCode::invalid_argument);
+    EXPECT_NE(std::string(bytes.status().text()).find(bad.text), std::string::npos)
+        << bytes.status().text();
+  }
+}
+
+TEST(HostsExperts, SavesWhatCameAndRowsOfEachStep) {
+  HostsDesc desc = good_hosts();
+  desc.max_rows = 500;
+  // Of each step h and 20 bytes of tables a row; of two steps x, ids and scores of 100 tokens; the own ids.
+  std::size_t const step = 500 * (2 * 2 * 128 + 20) + 4 * 5;
+  std::size_t const message = 100 * (2 * 256 + 8 * 4);
+  std::size_t const least = 3 * step + 2 * message + 100 * 4 * 4;
+  std::size_t const all_rows = HostsExperts::saved_bytes(desc).value();
+  EXPECT_GE(all_rows, least);
+  EXPECT_LE(all_rows, least + 24 * 256);
+  desc.exchange = HostExchange::counted;  // and two lists of tokens for each host
+  std::size_t const counted = HostsExperts::saved_bytes(desc).value();
+  EXPECT_GE(counted, all_rows + 2 * 3 * 100 * 4 - 512);
+  EXPECT_LE(counted, all_rows + 2 * 3 * 100 * 4 + 512);
+}
+
+TEST(HostsExperts, NeedsGpus) {
+  auto const context = Context::create();
+  ASSERT_TRUE(context.ok());
+  auto const bytes = HostsExperts::workspace_bytes(context.value(), good_hosts());
+  ASSERT_FALSE(bytes.ok());
+  EXPECT_EQ(bytes.status().code(), StatusCode::environment) << bytes.status().text();
+  auto const rail = HostRail::open(context.value(), {.host = 0, .hosts = 2}, {}, 30);
+  ASSERT_FALSE(rail.ok());
+  EXPECT_EQ(rail.status().code(), StatusCode::environment) << rail.status().text();
+}
+
 }  // namespace
 }  // namespace tessera

@@ -5,6 +5,7 @@ of its transports, and what is said where a rank dies or stalls. Needs two GPUs;
     torchrun --nproc-per-node 2 cuda_several_hosts_test.py    runs the ranks alone, as the first test does.
 """
 
+import itertools
 import os
 import pathlib
 import re
@@ -29,6 +30,10 @@ SIZES = {"experts": 16, "top_k": 4, "dtype": torch.bfloat16, "hidden": 512, "int
 # With this variable ranks lose the last one: how it is lost.
 LOSES = "TESSERA_TEST_LOSES"
 SECONDS = 3  # that they wait for it
+# With this variable ranks leave tensors and results there, for ranks from C++.
+LEAVES_IN = "TESSERA_TEST_LEAVES_IN"
+CPP_CASES = ({"routing": "random"}, {"routing": "zipf"}, {"routing": "sentinels"})
+WEIGHTS = ("w_up", "w_down")
 
 
 def one_pass(case: Case, experts, rank: int, device) -> dict:
@@ -128,6 +133,34 @@ def lose_rank(rank: int, device, how: str) -> None:
     os._exit(0)  # the default group still has the lost rank
 
 
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() if tensor.numel() else b""
+
+
+def write_for_cpp(folder: pathlib.Path, case: Case, rank: int) -> None:
+    """Tensors of a rank, as hosts_program.cpp reads them."""
+    leaves, ids, d_o = case.part(rank)
+    folder.mkdir(exist_ok=True)
+    for name, tensor in (leaves | {"topk_ids": ids.clamp(-1, case.experts).int(), "d_o": d_o}).items():
+        (folder / f"{rank}.{name}").write_bytes(raw(tensor))
+    (folder / f"{rank}.tokens").write_text(str(case.tokens[rank]), encoding="ascii")
+    if rank == 0:
+        sizes = max(*case.tokens, 1) + 1, case.hidden, case.intermediate, case.experts, case.top_k
+        (folder / "desc").write_text(" ".join([str(size) for size in sizes]), encoding="ascii")
+
+
+def leave_for_cpp(folder: pathlib.Path, case: Case, rank: int, device) -> None:
+    """The same, and the results of a pass."""
+    experts = case.make(hosts=HOSTS, exchange="static", device=device)
+    results = one_pass(case, experts, rank, device)
+    torch.cuda.synchronize()
+    experts.check()
+    dist.barrier()
+    experts.close()
+    write_for_cpp(folder, case, rank)
+    torch.save(results, folder / f"{rank}.python")
+
+
 def run_rank() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"host{rank * HOSTS // ranks}"
@@ -137,6 +170,11 @@ def run_rank() -> None:
     if LOSES in os.environ:
         lose_rank(rank, device, os.environ[LOSES])
     tokens = (300, 170, 0, 260)[:ranks]
+    if LEAVES_IN in os.environ:
+        for i, more in enumerate(CPP_CASES):
+            leave_for_cpp(pathlib.Path(os.environ[LEAVES_IN]) / str(i), Case(tokens, **SIZES, **more), rank, device)
+        dist.destroy_process_group()
+        return
     for routing, more in (("random", {}), ("zipf", {"save": "x"}), ("one-expert", {}), ("sentinels", {}),
                           ("random", {"biases": True, "activation": "clamped-swiglu"}),
                           ("random", {"biases": True, "activation": "gelu"})):
@@ -183,6 +221,65 @@ class PretendedHosts(unittest.TestCase):
         self.assertRegex(said, "via NET/Socket")
         if RANKS > HOSTS:  # within a host GPUs still address each other
             self.assertRegex(said, "via P2P")
+
+    def run_cpp(self, folder: pathlib.Path, *more: str, debug: str = "INFO") -> list[str]:
+        """What each rank says, ranks being programs in C++."""
+        program = pathlib.Path(os.environ["TESSERA_LIBRARY"]).resolve().parents[1] / "bin" / "cuda_hosts_program"
+        local = RANKS // HOSTS
+        started = [subprocess.Popen(
+            [str(program), str(folder), str(rank // local), str(HOSTS), str(rank % local), str(local), str(rank),
+             str(SECONDS), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **ENVIRONMENT, "NCCL_HOSTID": f"host{rank // local}", "NCCL_DEBUG": debug,
+                 "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}) for rank in range(RANKS)]
+        said = [process.communicate(timeout=120) for process in started]
+        for process, (out, errors) in zip(started, said, strict=True):
+            self.assertEqual(process.returncode, 0, out[-2000:] + errors[-4000:])
+        return [out for out, _ in said]
+
+    def test_cpp_has_the_same_bits(self):
+        with tempfile.TemporaryDirectory() as folder:
+            result = subprocess.run(
+                [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                 str(RANKS), __file__], capture_output=True, text=True, check=False, timeout=240,
+                env={**os.environ, **ENVIRONMENT, "NCCL_DEBUG": "WARN", LEAVES_IN: folder})
+            self.assertEqual(result.returncode, 0, result.stdout[-2000:] + result.stderr[-6000:])
+            for i, more in enumerate(CPP_CASES):
+                case, of_case = Case((300, 170, 0, 260)[:RANKS], **SIZES, **more), pathlib.Path(folder) / str(i)
+                said = self.run_cpp(of_case)
+                for rank, exchange in itertools.product(range(RANKS), ("static", "counted")):
+                    with self.subTest(more, rank=rank, exchange=exchange):
+                        self.check_cpp_rank(of_case, case, rank, exchange, said[rank])
+                log = "".join([path.read_text(encoding="utf-8", errors="replace") for path in of_case.glob("nccl.*")])
+                self.assertRegex(log, "nNodes 2")
+                self.assertRegex(log, "via NET/Socket")
+                if RANKS > HOSTS:
+                    self.assertRegex(log, "via P2P")
+
+    def check_cpp_rank(self, folder: pathlib.Path, case: Case, rank: int, exchange: str, said: str):
+        sent = " ".join([str(count) for count in bytes_expected(case, HOSTS, exchange)[rank]])
+        self.assertIn(f"{exchange} sent {sent}\n", said)
+        for name, wanted in torch.load(folder / f"{rank}.python").items():
+            made = bytearray((folder / f"{rank}.{exchange}.{name}").read_bytes())
+            dtype = torch.float32 if name in (*WEIGHTS, "topk_weights") else torch.bfloat16
+            got = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype)
+            got = got.view(wanted.shape).to(wanted.dtype)  # Python rounds gradients of weights
+            self.assertTrue(wanted.numel() == 0 or wanted.abs().max() > 0, name)
+            self.assertTrue(torch.equal(got, wanted), name)
+
+    def test_ranks_from_cpp_that_are_lost(self):
+        case = Case((300, 170, 0, 260)[:RANKS], **SIZES)
+        for how in ("dies", "stalls"):
+            with tempfile.TemporaryDirectory() as folder:
+                for rank in range(RANKS):
+                    write_for_cpp(pathlib.Path(folder), case, rank)
+                said = self.run_cpp(pathlib.Path(folder), how, debug="WARN")
+            for rank in range(RANKS // HOSTS):
+                with self.subTest(how, rank=rank):
+                    seconds, text = re.search(r"^after ([\d.]+) s: (.*)$", said[rank], re.MULTILINE).groups()
+                    self.assertRegex(text, rf"^rank {rank} of host 0 at pass 2 \(forward\), .*: rank {rank} of host 1 "
+                                           r"did not come \(.+\); destroy the rails")
+                    self.assertLess(float(seconds), SECONDS + 6)
+                    self.assertIn(f"then: {text}", said[rank])
 
     def check_loss(self, how: str):
         """Without torchrun, which would end the others."""

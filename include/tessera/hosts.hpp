@@ -152,6 +152,7 @@ class TESSERA_EXPORT HostsExperts {
   /// what. Does not wait: synchronise the stream of a pass first.
   [[nodiscard]] Status check() const noexcept;
 
+  /// Returns the rail, to close it behind the last pass, or for its bytes.
   [[nodiscard]] HostRail& rail() noexcept;
 
  private:

@@ -259,6 +259,12 @@ struct HostsExperts::Parts final : hosts::InnerPass {
         base(core::WorkspacePlan::align(workspace)),
         rotation(rotation_shape(desc_), *rail.rail_, regions_.rotation.in(base)) {}
 
+  // The rotation has none once its rail is closed.
+  [[nodiscard]] Status check_rail() const noexcept {
+    if (rail.rail_ != nullptr) return {};
+    return Status::invalid("the rail is closed; make the objects of all ranks anew");
+  }
+
   // These are of the call that is under way.
   HostsForwardArgs const* forward_args = nullptr;
   HostsBackwardArgs const* backward_args = nullptr;
@@ -389,6 +395,7 @@ Expected<HostsExperts> HostsExperts::create(Context const& context, HostsDesc co
 Status HostsExperts::forward(HostsForwardArgs const& args, Stream stream) noexcept {
   Parts& p = *parts_;
   HostsDesc const& d = p.desc;
+  TESSERA_TRY(p.check_rail());
   auto const tokens = tokens_of(d, "x", args.x);
   if (!tokens.ok()) return tokens.status();
   std::int64_t const top_k = d.within.top_k, count = tokens.value();
@@ -426,6 +433,7 @@ Status HostsExperts::forward(HostsForwardArgs const& args, Stream stream) noexce
 Status HostsExperts::backward(HostsBackwardArgs const& args, Stream stream) noexcept {
   Parts& p = *parts_;
   HostsDesc const& d = p.desc;
+  TESSERA_TRY(p.check_rail());
   auto const tokens = tokens_of(d, "d_o", args.d_o);
   if (!tokens.ok()) return tokens.status();
   if (args.saved == nullptr) {

@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tessera/tessera.hpp>
@@ -152,9 +153,10 @@ void run(Arguments const& a) {
     auto inner = value_of(ExpertParallel::create(
         context, desc.within, window.addresses(),
         gpu.bytes(value_of(ExpertParallel::workspace_bytes(context, desc.within)))));
-    auto session = value_of(
+    std::optional<HostsExperts> made = value_of(
         HostsExperts::create(context, desc, std::move(inner), std::move(rail),
                              gpu.bytes(value_of(HostsExperts::workspace_bytes(context, desc)))));
+    HostsExperts& session = *made;
     Tensor const o = gpu.make(DType::bf16, {tokens, d}), dx = gpu.make(DType::bf16, {tokens, d});
     Tensor const dscores = gpu.make(DType::fp32, {tokens, top_k});
     Tensor const dw_up = gpu.make(DType::fp32, {own, 2 * n, d});
@@ -204,6 +206,10 @@ void run(Arguments const& a) {
     }
     std::printf("%s sent%s\n", name.c_str(), sent.c_str());
     require(session.rail().close());
+    if (session.forward(forward).code() != StatusCode::invalid_argument) {
+      throw std::runtime_error("a pass without a rail");
+    }
+    made.reset();
     require(window.close());
   }
 }

@@ -255,6 +255,7 @@ def rows(a, c, here, rounds, passed, sequences, loads, splits, alone) -> list[di
               "ranks": here.count, "routing": "learned", "router": "topk-softmax", "round": "none",
               "pass": "train-step", "layers": c.layers, "context": c.context, "vocabulary": c.vocabulary,
               "regime": regime, "recompute": a.recompute, "keep_gathered": a.keep_gathered,
+              "send_gradients": a.send_gradients,
               "attention": training.attention(a) if here.on_gpu else "cpu",
               "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
               "compiled_dense": here.on_gpu and not a.eager, "busiest_expert": loads}

@@ -117,7 +117,8 @@ def run(a, c, here) -> None:
     pinned = {"config": dataclasses.asdict(c), "experts": a.experts, "seed": a.seed, "text": data.digest,
               "token_ids": data.used,
               "steps": a.steps, "sequences": a.sequences, "ranks": here.count, "learning_rate": a.learning_rate,
-              "warm_up": a.warm_up, "recompute": a.recompute}
+              "warm_up": a.warm_up, "recompute": a.recompute,
+              "send_gradients": a.send_gradients}
     record, first = Record(a.out, []), 1
     if a.resume:
         place = checkpoints.whole(a.out)[-1]

@@ -13,6 +13,7 @@ import sys
 import traceback
 
 import experts
+import gradients
 import model as models
 import optimizer
 import text
@@ -48,6 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", action="store_true", help="blocks are computed again in backward")
     parser.add_argument("--keep-gathered", action="store_true", help="blocks stay gathered in bf16 between forward and "
                         "backward: fewer bytes over the links, 2 bytes of memory for each parameter")
+    parser.add_argument("--send-gradients", choices=("fp32", "bf16"), default="fp32", help="on several GPUs: gradients "
+                        "of weights in bf16 are widened before they are sent (fp32, FSDP2's way) or when they are "
+                        "added up (bf16, half the bytes)")
     parser.add_argument("--attention", choices=BACKENDS, help="on GPUs (cudnn, and with --deterministic flash); a CPU "
                         "chooses for itself")
     parser.add_argument("--eager", action="store_true",
@@ -179,8 +183,10 @@ class Trainer:
             self.model = models.Model(c, implementation, compiled=here.on_gpu and not arguments.eager)
         self.model.recompute(arguments.recompute)
         mesh = init_device_mesh(here.device.type, (here.count,))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
-                                      cast_forward_inputs=False) if here.on_gpu else MixedPrecisionPolicy()
+        narrow = here.on_gpu and here.count > 1 and arguments.send_gradients == "bf16"
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False,
+                                      reduce_dtype=torch.bfloat16 if narrow else torch.float32
+                                      ) if here.on_gpu else MixedPrecisionPolicy()
         # What backward begins with stays gathered. The experts of the first block are a part of their own, as nothing
         # hides what is gathered before its attention and what is reduced after that.
         blocks = self.model.blocks
@@ -188,6 +194,8 @@ class Trainer:
         for part in (blocks[0].experts, *blocks[:-1], *self.kept):
             keep = arguments.keep_gathered or part in self.kept
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+            if narrow:
+                part.set_custom_reduce_scatter(gradients.SentInBf16())
         self.model.to_empty(device=here.device)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]

@@ -262,7 +262,8 @@ def _router_output(choice: tuple, tokens: int, experts: int, tables, logits, top
         rest = tables[experts + 1 + 3 * slots:]
         scores, ids = rest[:slots].view(torch.float32), rest[slots:2 * slots]
         return RouterOutput(logits, ids.view(tokens, top_k), scores.view(tokens, top_k), counts, topk_counts, None)
-    # Here P is a bound that follows from the size of the tables: they are offsets, 4P, token_offsets, P, T*E (, T*K).
+    # Here P is a bound that follows from the size of the tables: they are offsets, 4P, token_offsets, P, up to 3
+    # elements that align what follows, T*E (, T*K).
     others = experts + 1 + tokens + 1 + tokens * experts + (tokens * top_k if rounding != "none" else 0)
     slots = (tables.shape[0] - others) // 5
     rest = tables[experts + 1 + 3 * slots:]

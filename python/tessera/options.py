@@ -161,7 +161,7 @@ class Options:
         if self.has_router:
             elements = elements + slots
         if self.experts_vary or self.router == "softmax-topk" and not self.normalize_scores:
-            elements = elements + tokens * experts
+            elements = (elements + 3) // 4 * 4 + tokens * experts  # logits begin at 16 bytes
         elif self.router in ("sigmoid-bias", "group-limited", "sqrtsoftplus"):
             elements = elements + slots
         if self.rounding != "none":

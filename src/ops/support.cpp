@@ -39,6 +39,8 @@ Tables lay_out(MoeDesc const& desc, std::int32_t* base) noexcept {
   take(view.token_offsets, desc.experts_vary(), tokens + 1);
   take(view.topk_ids, routed, slots);
   take(view.chosen_p, core::saves_chosen_p(desc), slots);
+  constexpr std::int64_t kVector = 4;  // kernels read and write logits in 16 bytes
+  if (core::saves_logits(desc)) out.elements = (out.elements + kVector - 1) / kVector * kVector;
   take(view.logits, core::saves_logits(desc), tokens * experts);
   take(view.unrounded_ids, desc.rounds_tokens(), tokens * desc.shape.top_k);
   return out;

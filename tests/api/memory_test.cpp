@@ -82,11 +82,35 @@ TEST(Memory, SavedBytesAreTheFormula) {
   std::size_t const bound = slots + 128 * 63, logits = 24576 * 128;
   EXPECT_EQ(value_of(saved_bytes(desc)).h, 4 * bound * 256);
   EXPECT_EQ(value_of(routing_bytes(desc)),
-            20 * bound + 4 * 129 + 4 * 24577 + 4 * logits + 4 * slots);
+            (20 * bound + 4 * 129 + 4 * 24577 + 15) / 16 * 16 + 4 * logits + 4 * slots);
   desc.router = {};
   desc.shape.variable_experts = true;
   desc.shape.slots = 1000;
   EXPECT_EQ(value_of(routing_bytes(desc)), 16000u + 4 * 129 + 4 * 24577);
+}
+
+// Whatever number of experts and tokens comes before them, as kernels read and write 16 bytes at once.
+TEST(Memory, SavedLogitsAreAligned) {
+  for (std::int64_t tokens = 5; tokens < 9; ++tokens) {
+    for (std::int64_t experts = 8; experts < 12; ++experts) {
+      for (Rounding const round : {Rounding::none, Rounding::nr_f}) {
+        MoeDesc desc;
+        desc.shape = {
+            .tokens = tokens, .hidden = 8, .intermediate = 8, .experts = experts, .top_k = 3};
+        desc.dtype = DType::bf16;
+        desc.router.kind =
+            round == Rounding::none ? RouterKind::softmax_topk : RouterKind::topk_softmax;
+        desc.router.round = round;
+        if (round != Rounding::none) desc.router.tile = 4;
+        std::vector<std::uint64_t> memory(value_of(routing_bytes(desc)) / 8 + 1);
+        RoutingView const view = value_of(routing_view(desc, {memory.data(), 8 * memory.size()}));
+        EXPECT_EQ((reinterpret_cast<std::byte*>(view.logits) -
+                   reinterpret_cast<std::byte*>(view.expert_offsets)) %
+                      16,
+                  0);
+      }
+    }
+  }
 }
 
 // The three shapes whose saved bytes docs/numerics.md states.

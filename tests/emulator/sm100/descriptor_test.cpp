@@ -5,11 +5,14 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "cuda/arch/sm100/tcgen05_descriptor.hpp"
+#include "tessera/low_precision.hpp"
 #include "tests/emulator/sm100/decode.hpp"
+#include "tests/emulator/sm100/multiply.hpp"
 
 namespace tessera::emulator {
 namespace {
@@ -29,6 +32,9 @@ std::map<std::string, Printed> const& printed() {
 #define MXF8(...)
 #define SHARE(...)
 #define ACCUMULATOR(...)
+#define SCALE(...)
+#define ATOM(...)
+#define TENSOR_SCALE(...)
 #include "tests/emulator/sm100/golden.inc"
 #undef OPERAND
   };
@@ -142,6 +148,73 @@ TEST(Decoder, FindsAccumulatorsWhereCuteHasThem) {
 #define SHARE(...) expect_share(__VA_ARGS__);
 #include "tests/emulator/sm100/golden.inc"
   EXPECT_EQ(cells, 5 * 16);
+#undef ACCUMULATOR
+#undef SHARE
+#define ACCUMULATOR(...)
+#define SHARE(...)
+}
+
+TEST(Scales, LieInMemoryWhereCuteHasThem) {
+  int scales = 0;
+#undef SCALE
+#define SCALE(rows, k_all, row, k, at)                                                          \
+  EXPECT_EQ(scale_atom_offset(row, (k) / 32, (k_all) / 32), at) << "row " << row << " k " << k; \
+  EXPECT_LT(at, scale_atom_bytes(rows, (k_all) / 32));                                          \
+  ++scales;
+#include "tests/emulator/sm100/golden.inc"
+#undef SCALE
+#define SCALE(...)
+  EXPECT_EQ(scales, 2 * 24);
+}
+
+// A byte of an atom is copied to the cell that has it in all four groups of lanes, and multiplications find it there.
+void expect_scale(int row, int k, int at, int lane, int column, int byte) {
+  constexpr unsigned char kMark = 0x90;
+  unsigned char atoms[1024] = {};
+  atoms[at] = kMark;
+  auto const cells = std::make_unique<Cells>();
+  for (int atom = 0; atom < 2; ++atom) {
+    copy_atom(*cells, atom * kScaleColumns, atoms + atom * 512);
+  }
+  for (int l = 0; l < kLanes; ++l) {
+    for (int c = 0; c < 2 * kScaleColumns; ++c) {
+      bool const is_marked = l % 32 == lane && c == column;
+      EXPECT_EQ(cells->bits[l][c], is_marked ? std::uint32_t{kMark} << 8 * byte : 0u)
+          << "row " << row << " k " << k << ", lane " << l << " column " << c;
+    }
+  }
+  auto const m = std::make_unique<Multiplied>();
+  for (int step = 0; step < 4; ++step) {
+    m->instruction = decode_instruction(
+        MmaKind::mxf8,
+        Mxf8Mma{.m = 256, .n = 256, .a_scale_byte = step, .b_scale_byte = step}.bits(), 2);
+    read_scales(*m, *cells, {}, 2, 0);
+    for (int r = 0; r < 256; ++r) {
+      float const wanted = r == row && step == k / 32 ? 0x1p17f : 0x1p-127f;
+      EXPECT_EQ(m->b_scale[0][r], wanted) << "row " << row << " k " << k << " read as " << r;
+      if (r < 128) {
+        EXPECT_EQ(m->a_scale[r], wanted) << "row " << row << " k " << k << " read as " << r;
+      }
+    }
+  }
+}
+
+TEST(Scales, LieInTensorMemoryWhereCuteHasThem) {
+  int atoms = 0, scales = 0;
+#undef ATOM
+#undef TENSOR_SCALE
+#define ATOM(name, bits_)                                 \
+  EXPECT_EQ(scale_atom(0).bits(), bits_) << #name;        \
+  EXPECT_EQ(decode_operand(bits_).stride, 128u) << #name; \
+  ++atoms;
+#define TENSOR_SCALE(name, row, k, at, lane, column, byte) \
+  expect_scale(row, k, at, lane, column, byte);            \
+  ++scales;
+#include "tests/emulator/sm100/golden.inc"
+#undef ATOM
+#undef TENSOR_SCALE
+  EXPECT_EQ(atoms, 4);
+  EXPECT_EQ(scales, 4 * 24);
 }
 
 template <class F>
@@ -176,6 +249,16 @@ TEST(Decoder, RefusesWordsThatSayNothingLegal) {
   EXPECT_EQ(decode(Bf16Mma{.m = 256, .n = 256}.bits(), 2), "");
   EXPECT_NE(decode(Bf16Mma{.m = 128, .n = 8}.bits()).find("N = 8"), std::string::npos);
   EXPECT_NE(decode(Bf16Mma{.m = 128, .n = 272}.bits()).find("N = 272"), std::string::npos);
+  std::uint32_t const scaled = Mxf8Mma{.m = 128, .n = 128}.bits();
+  auto const decode_scaled = [&](std::uint32_t bits) {
+    return what([&] { decode_instruction(MmaKind::mxf8, bits, 1); });
+  };
+  EXPECT_EQ(decode_scaled(scaled), "");
+  EXPECT_NE(decode_scaled(scaled ^ 1u << 23).find("scales are not ue8m0"), std::string::npos);
+  for (int const bit : {0, 2, 3, 6, 8, 9, 11, 12, 13, 31}) {
+    EXPECT_NE(decode_scaled(scaled ^ 1u << bit), "") << bit;
+  }
+  EXPECT_NE(decode_scaled(instruction), "");  // of bf16
 }
 
 TEST(Decoder, KnowsTheCodesOf8Bits) {

@@ -63,8 +63,9 @@ struct TensorCta {
   Cells cells;
   Unit units[kRowUnits][kColumnUnits];
   WarpState warps[kMaxWarps];
-  std::uint64_t scales_read[kColumns] =
-      {};                     // the last multiplication that reads them, of the warp that issues
+  // The last multiplication that reads scales, of the warp that issues; whether a copy has written them.
+  std::uint64_t scales_read[kColumns] = {};
+  bool scales_copied[kColumns] = {};
   std::uint64_t relayed = 0;  // writes before this one a relay of the CTA has published
   bool relinquished = false;
   std::uint32_t granted = 0;       // columns of the last allocation
@@ -102,8 +103,12 @@ class TensorWatcher final : public Watcher {
   }
   static std::size_t own_clock() { return clock_of(*world.running->cta, warp_of(*world.running)); }
 
+  // What a warp has been told at barriers it passes on, too: fences order the tcgen05 instructions of a warp, and one
+  // that only loads operands has none.
   void arrives(void const* barrier) override {
-    merge(barriers_[barrier].open, own_warp().published);
+    WarpState const& own = own_warp();
+    merge(barriers_[barrier].open, own.published);
+    merge(barriers_[barrier].open, own.pending);
   }
   void completes(void const* barrier, unsigned parity) override {
     auto const found = barriers_.find(barrier);

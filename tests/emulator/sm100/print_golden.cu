@@ -11,8 +11,10 @@
 #include <cute/tensor.hpp>
 
 #include <cutlass/numeric_types.h>
+#include <cute/atom/copy_traits_sm100.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm100.hpp>
+#include <cutlass/detail/sm100_blockscaled_layout.hpp>
 
 using namespace cute;
 using bf16 = cutlass::bfloat16_t;
@@ -98,6 +100,51 @@ void accumulators(int ctas) {
   }
 }
 
+// The scales of `rows` x 512 elements in memory, and those of a k_tile of 128 in shared and in tensor memory.
+using e8m0 = cutlass::float_ue8m0_t;
+void scales_in_memory(int rows, int k) {
+  auto const layout = cutlass::detail::Sm1xxBlockScaledConfig<32>::tile_atom_to_shape_SFA(
+      make_shape(rows, 0, k, 1));
+  points(rows, k, [&](int row, int column) {
+    std::printf("SCALE(%d, %d, %d, %d, %d)\n", rows, k, row, column,
+                static_cast<int>(layout(row, column, 0)));
+  });
+}
+
+// What tcgen05.cp is told of an atom, and where a scale of rows x 128 lies behind the address of tensor memory.
+template <class Fragment, class Copy, class Layout>
+void scales_in_tensor_memory(char const* name, int rows, Layout const& layout) {
+  alignas(1024) static e8m0 memory[2048];
+  auto const shared = make_tensor(make_smem_ptr(memory), layout);
+  auto const tensor = Fragment::make(shape(layout));
+  auto const from = make_tensor(shared.data(), filter_zeros(shared.layout()));
+  auto const to = make_tensor(tensor.data(), filter_zeros(tensor.layout()));
+  auto const copy = make_utccp_copy(Copy{}, to).get_slice(0);
+  auto const words = get_utccp_smem_desc_tensor<Copy>(copy.partition_S(from));
+  UMMA::SmemDescriptor desc = words(0);
+  desc.start_address_ = 0;
+  std::printf("ATOM(%s, 0x%016llxull)\n", name, static_cast<unsigned long long>(desc.desc_));
+  points(rows, 128, [&](int row, int k) {
+    // ((rows of 32, 32s) .., (k of a scale, 1)), 1, blocks
+    auto const at = make_coord(make_coord(row, k % 32), 0, k / 32);
+    auto const place = static_cast<unsigned>(tensor.layout()(at));
+    constexpr unsigned kLane = TMEM::DP<e8m0>{};
+    std::printf("TENSOR_SCALE(%s, %d, %d, %d, %u, %u, %u)\n", name, row, k,
+                static_cast<int>(layout(at)), place / kLane, place % kLane / 4, place % 4);
+  });
+}
+template <class Mma, class Copy, int kM, int kN>
+void scales_of(char const* a, char const* b) {
+  using Config = cutlass::detail::Sm1xxBlockScaledConfig<32>;
+  using Tile = Shape<Int<kM>, Int<kN>, _128>;
+  using Tiled = decltype(make_tiled_mma(Mma{}));
+  constexpr int kCtas = size(typename Tiled::AtomThrID{});
+  scales_in_tensor_memory<typename Tiled::FrgTypeSFA, Copy>(
+      a, kM / kCtas, Config::deduce_smem_layoutSFA(Tiled{}, Tile{}));
+  scales_in_tensor_memory<typename Tiled::FrgTypeSFB, Copy>(
+      b, kN, Config::deduce_smem_layoutSFB(Tiled{}, Tile{}));
+}
+
 int main() {
   using UMMA::Major;
   std::printf(
@@ -131,6 +178,8 @@ int main() {
   bf16_instruction<bf16, bf16, 256, 128, Major::MN, Major::MN>("kRows", "kRows");
   mxf8_instruction<e4m3, e4m3, 256, 256>("kE4m3", "kE4m3");
   mxf8_instruction<e4m3, e4m3, 128, 256>("kE4m3", "kE4m3");
+  mxf8_instruction<e4m3, e4m3, 256, 128>("kE4m3", "kE4m3");
+  mxf8_instruction<e4m3, e4m3, 128, 128>("kE4m3", "kE4m3");
   mxf8_instruction<e4m3, e5m2, 256, 256>("kE4m3", "kE5m2");
   mxf8_instruction<e5m2, e4m3, 256, 128>("kE5m2", "kE4m3");
   accumulators<SM100_MMA_F16BF16_SS<bf16, bf16, float, 128, 256, Major::K, Major::K>, 128, 256>(1);
@@ -138,5 +187,11 @@ int main() {
                256>(2);
   accumulators<SM100_MMA_F16BF16_2x1SM_SS<bf16, bf16, float, 128, 256, Major::K, Major::K>, 128,
                256>(2);
+  scales_in_memory(128, 128);
+  scales_in_memory(384, 640);
+  scales_of<SM100_MMA_MXF8F6F4_SS<e4m3, e4m3, float, e8m0, 128, 128, Major::K, Major::K>,
+            SM100_UTCCP_4x32dp128bit_1cta, 128, 128>("one_a_128", "one_b_128");
+  scales_of<SM100_MMA_MXF8F6F4_2x1SM_SS<e4m3, e4m3, float, e8m0, 256, 256, Major::K, Major::K>,
+            SM100_UTCCP_4x32dp128bit_2cta, 256, 256>("pair_a_256", "pair_b_256");
   return 0;
 }

@@ -155,6 +155,7 @@ void tensor_alloc(int ctas, std::uint32_t* to, std::uint32_t columns) {
     for (auto& row : own.cells.bits) {
       std::fill_n(&row[base], columns, 0xffffffffu);
     }
+    std::fill_n(&own.scales_copied[base], columns, false);
     *to = static_cast<std::uint32_t>(base);
     changed();
   }
@@ -219,13 +220,24 @@ void tensor_multiply(int ctas, MmaKind kind, MmaWords const& words, bool accumul
     TensorCta& there = tensor.of(*cta);
     if (kind == MmaKind::mxf8) {
       auto const scales = [&](std::uint32_t from, int columns) {
+        int const first = static_cast<int>(from & 0xffff);
+        if (from >> 16 != 0) fail("tcgen05.mma, scales: they begin in another lane than 0");
+        if (first < column + width && column < first + columns) {
+          fail("tcgen05.mma, scales in " + region(0, kLanes, first, columns) +
+               ": D lies over them");
+        }
         visit_units(there, "tcgen05.mma, scales", 0, kLanes, static_cast<int>(from & 0xffff),
                     columns, [&](Unit& unit, int, int) {
                       bool const in_order = unit.writer == static_cast<int>(clock);
                       if (!in_order) require_written(unit, warp.known, "tcgen05.mma, scales");
                     });
-        for (int c = 0; c < columns; ++c)
-          there.scales_read[(from & 0xffff) + static_cast<unsigned>(c)] = warp.issued;
+        for (int c = first; c < first + columns; ++c) {
+          if (!there.scales_copied[c]) {
+            fail("tcgen05.mma, scales in column " + std::to_string(c) +
+                 ": no tcgen05.cp ahead of it has written them");
+          }
+          there.scales_read[c] = warp.issued;
+        }
       };
       scales(words.a_scales, kScaleColumns);
       scales(words.b_scales, (instruction.n + kLanes - 1) / kLanes * kScaleColumns);
@@ -241,6 +253,7 @@ void tensor_multiply(int ctas, MmaKind kind, MmaWords const& words, bool accumul
       unit.written = warp.issued;
       unit.shape = shape;
     });
+    std::fill_n(&there.scales_copied[column], width, false);
   }
   auto const m = std::make_shared<Multiplied>();
   m->instruction = instruction;
@@ -265,6 +278,7 @@ void tensor_copy_scales(int ctas, std::uint32_t address, std::uint64_t atom) {
   if (from.swizzle != 0 || from.stride != 128) {
     fail("tcgen05.cp: an atom of scales has no swizzle, and 128 bytes from 8 rows to the next");
   }
+  if (address >> 16 != 0) fail("tcgen05.cp: the scales begin in another lane than 0");
   if (from.address + 512 > kMaxShared) fail("tcgen05.cp: the atom ends behind shared memory");
   int const column = static_cast<int>(address & 0xffff);
   std::size_t const clock = TensorWatcher::own_clock();
@@ -279,6 +293,7 @@ void tensor_copy_scales(int ctas, std::uint32_t address, std::uint64_t atom) {
       unit.written = warp.issued;
     });
     for (int c = column; c < column + kScaleColumns; ++c) {
+      there.scales_copied[c] = true;
       if (there.scales_read[c] > warp.known[clock]) {
         fail(
             "tcgen05.cp: over scales that a multiplication may still read; give each stage columns "

@@ -9,8 +9,11 @@
 // reach; that lanes agree; that one lane issues. For every 32 lanes x 32 columns, that the multiplication whose result
 // is loaded, overwritten or freed is known to be complete, and so the loads of what is overwritten or freed: a warp
 // knows what reached it by wait::ld | fence::before | arrival .. wait | fence::after, and by commit .. wait |
-// fence::after (knowledge.hpp). That shared memory which TMA or a multiplication reads has been fenced by the thread
-// that wrote it; what cp.async wrote, by who issues the multiplication, or by a relay of the CTA.
+// fence::after (knowledge.hpp), by way of other warps too: a stage that commit freed, that is filled again and
+// announced, is known to have been multiplied. The same for scales that tcgen05.cp overwrites, column by column, and
+// that no multiplication reads before a copy ahead of it has written them. That shared memory which TMA or a
+// multiplication reads has been fenced by the thread that wrote it; what cp.async wrote, by who issues the
+// multiplication, or by a relay of the CTA.
 // Not checked: the other half of a relay, which is pair_wait(), weak memory besides, time. Sums are in the order of
 // k, in fp32; that of hardware is not known. Knowledge is a warp's: a missing __syncwarp() goes unnoticed.
 #pragma once

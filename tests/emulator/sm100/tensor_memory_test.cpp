@@ -51,6 +51,11 @@ enum class Mistake {
   m_of_one,
   scale_byte,
   scales_reused,
+  scales_behind,
+  scales_of_another,
+  scales_swizzled,
+  scales_in_lanes,
+  scales_under_d,
   peer_ends,
   peer_not_awaited,
   copies_not_fenced,
@@ -192,9 +197,12 @@ void multiply_steps(Case const& c, std::uint32_t tensor) {
   if (c.mistake == Mistake::version) b_bits &= ~(std::uint64_t{1} << 46);
   std::uint32_t const b_step = c.b_rows_major ? kRowsMajorStepBytes : kKMajorStepBytes;
   std::uint32_t const d = c.mistake != Mistake::not_allocated ? tensor : tensor >= 64 ? 0 : 448;
-  std::uint32_t const a_scales = tensor + 256, b_scales = tensor + 260;
+  std::uint32_t const under = c.mistake == Mistake::scales_under_d ? 64 : 256;
+  std::uint32_t const a_scales = tensor + under, b_scales = tensor + 260;
+  MmaOperand a_atom = scale_atom(kAScales);
+  if (c.mistake == Mistake::scales_swizzled) a_atom.swizzle = MmaSwizzle::k128;
   if (c.mx) {
-    tcgen05_cp_scales<kCtas>(a_scales, scale_atom(kAScales).bits());
+    if (c.mistake != Mistake::scales_behind) tcgen05_cp_scales<kCtas>(a_scales, a_atom.bits());
     tcgen05_cp_scales<kCtas>(b_scales, scale_atom(kBScales).bits());
     if (c.n > 128) tcgen05_cp_scales<kCtas>(b_scales + 4, scale_atom(kBScales + 512).bits());
   }
@@ -207,8 +215,11 @@ void multiply_steps(Case const& c, std::uint32_t tensor) {
                                 .n = c.n,
                                 .a_scale_byte = step,
                                 .b_scale_byte = c.mistake == Mistake::scale_byte ? 0 : step};
-      tcgen05_mma_mxf8<kCtas>(d, a, plus(b_bits, s * b_step), instruction.bits(), a_scales,
-                              b_scales, accumulate);
+      std::uint32_t const own = c.mistake == Mistake::scales_of_another ? a_scales + 8
+                                : c.mistake == Mistake::scales_in_lanes ? a_scales + tensor_lane(32)
+                                                                        : a_scales;
+      tcgen05_mma_mxf8<kCtas>(d, a, plus(b_bits, s * b_step), instruction.bits(), own, b_scales,
+                              accumulate);
     } else {
       bool const rows_major = c.b_rows_major != (c.mistake == Mistake::major);
       Bf16Mma const instruction{.m = c.mistake == Mistake::m_of_one ? 64 : c.m,
@@ -219,7 +230,7 @@ void multiply_steps(Case const& c, std::uint32_t tensor) {
       tcgen05_mma_bf16<kCtas>(d, a, plus(b_bits, s * b_step), bits, accumulate);
     }
   }
-  if (c.mistake == Mistake::scales_reused) {
+  if (c.mistake == Mistake::scales_reused || c.mistake == Mistake::scales_behind) {
     tcgen05_cp_scales<kCtas>(a_scales, scale_atom(kAScales).bits());
   }
 }
@@ -445,6 +456,12 @@ TEST(TensorMemory, ReportsWrongWords) {
   expect_said(Mistake::leading_and_stride, "D is wrong", {.b_rows_major = true});
   expect_said(Mistake::major, "D is wrong");
   expect_said(Mistake::scale_byte, "D is wrong", {.n = 128, .mx = true});
+  Case const mx{.n = 128, .mx = true};
+  expect_said(Mistake::scales_behind, "no tcgen05.cp ahead of it", mx);
+  expect_said(Mistake::scales_of_another, "no tcgen05.cp ahead of it", mx);
+  expect_said(Mistake::scales_swizzled, "an atom of scales has no swizzle", mx);
+  expect_said(Mistake::scales_in_lanes, "another lane than 0", mx);
+  expect_said(Mistake::scales_under_d, "D lies over them", mx);
 }
 
 }  // namespace

@@ -83,8 +83,11 @@ cudaError_t b_params(gemm::GemmParams& out, GemmProblem const& args) {
     return make_k_half_maps<kGemm>(out, args.b, args.k_halves, args.segments, args.n, args.k);
   }
   if constexpr (kGemm.b.stored == gemm::Element::kE4m3) {  // whole tiles of contiguous rows
+    // A CTA loads so many of a tile's row groups, counted in either half.
+    constexpr int kGroups = kGemm.tile.n / gemm::kGroupRows / kGemm.cluster_m();
+    constexpr int kHalves = kGroups < kGemm.b_halves() ? kGroups : kGemm.b_halves();
     return make_e4m3_tile_map(out.b[0], args.b[0].gmem, args.segments, kGemm.b_halves(), args.n,
-                              args.k, kGemm.b_groups());
+                              args.k, kHalves, kGroups / kHalves);
   }
   int64_t const columns =
       kGemm.b_terms() == 1 ? args.k : int64_t{kGemm.b_terms()} * k_tiles * kGemm.tile.k;

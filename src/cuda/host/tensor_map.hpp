@@ -59,15 +59,21 @@ inline cudaError_t make_matrix_map(CUtensorMap& map, void const* gmem, int64_t r
                           .box = {64, uint32_t(box_rows)}});
 }
 
+// The bytes of an element: maps that take it have boxes of 128 bytes of either.
+enum class MapElement : uint8_t { kE4m3 = 1, kBf16 = 2 };
+
 // (rows, halves * columns) as (column, half, row), in boxes of one half.
 inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t rows, int64_t halves,
-                                   int64_t columns, int box_rows) {
+                                   int64_t columns, int box_rows,
+                                   MapElement element = MapElement::kBf16) {
+  auto const bytes = uint64_t(element);
   return make_tensor_map(
       map, gmem,
       {.rank = 3,
        .extent = {uint64_t(columns), uint64_t(halves), uint64_t(std::max<int64_t>(rows, 1))},
-       .stride_bytes = {uint64_t(columns) * 2, uint64_t(halves * columns) * 2},
-       .box = {64, 1, uint32_t(box_rows)}});
+       .stride_bytes = {uint64_t(columns) * bytes, uint64_t(halves * columns) * bytes},
+       .box = {uint32_t(128 / bytes), 1, uint32_t(box_rows)},
+       .is_bytes = element == MapElement::kE4m3});
 }
 
 // One matrix (rows x columns) per segment of a weight tensor (host/projection.hpp) or of its gradient, in boxes
@@ -143,16 +149,18 @@ inline cudaError_t make_tile_map(CUtensorMap& map, WeightRows const (&w)[2], int
   return make_tensor_map(map, w[0].gmem, shape);
 }
 
-// The same of e4m3, K-major and contiguous: (segments, halves, rows, columns), in boxes of 128 columns.
+// The same of e4m3, K-major and contiguous: (segments, halves, rows, columns), in boxes of 128 columns of `box_halves`
+// and `groups`.
 inline cudaError_t make_e4m3_tile_map(CUtensorMap& map, void const* gmem, int64_t segments,
-                                      int64_t halves, int64_t rows, int64_t columns, int groups) {
+                                      int64_t halves, int64_t rows, int64_t columns, int box_halves,
+                                      int groups) {
   return make_tensor_map(
       map, gmem,
       {.rank = 5,
        .extent = {uint64_t(columns), 64, uint64_t(halves), uint64_t(rows) / 64, uint64_t(segments)},
        .stride_bytes = {uint64_t(columns), uint64_t(rows * columns), uint64_t(64 * columns),
                         uint64_t(halves * rows * columns)},
-       .box = {128, 64, uint32_t(halves), uint32_t(groups), 1},
+       .box = {128, 64, uint32_t(box_halves), uint32_t(groups), 1},
        .is_bytes = true});
 }
 
@@ -160,15 +168,18 @@ inline cudaError_t make_e4m3_tile_map(CUtensorMap& map, void const* gmem, int64_
 // ragged_extent >= the longest segment. pitch: elements from row to row; 0: no gaps.
 inline cudaError_t make_ragged_store_map(CUtensorMap& map, void* gmem, int64_t rows, int64_t halves,
                                          int64_t columns, int64_t ragged_extent, int box_rows,
-                                         int64_t pitch = 0) {
-  uint64_t const pitch_bytes = uint64_t(pitch == 0 ? halves * columns : pitch) * 2;
+                                         int64_t pitch = 0,
+                                         MapElement element = MapElement::kBf16) {
+  auto const bytes = uint64_t(element);
+  uint64_t const pitch_bytes = uint64_t(pitch == 0 ? halves * columns : pitch) * bytes;
   auto const base = reinterpret_cast<uintptr_t>(gmem) - uint64_t(ragged_extent) * pitch_bytes;
   return make_tensor_map(
       map, reinterpret_cast<void*>(base),
       {.rank = 4,
        .extent = {uint64_t(columns), uint64_t(halves), uint64_t(ragged_extent), uint64_t(rows) + 1},
-       .stride_bytes = {uint64_t(columns) * 2, pitch_bytes, pitch_bytes},
-       .box = {64, 1, uint32_t(box_rows), 1}});
+       .stride_bytes = {uint64_t(columns) * bytes, pitch_bytes, pitch_bytes},
+       .box = {uint32_t(128 / bytes), 1, uint32_t(box_rows), 1},
+       .is_bytes = element == MapElement::kE4m3});
 }
 
 constexpr int kRaggedLoadExtent = 1 << 30;  // X of ragged load maps

@@ -34,6 +34,13 @@ WGRAD_COLUMNS = {**WGRAD_ROWS, **COLUMNS}
 # In pairs the loads of operands are those of pairs.
 PAIR_GATHERS = {**KERNEL_OF_PAIR, "ARRIVES.LDGSTSBAR": 2, "UTMALDG.5D": 2}
 OF_RIGHT = {"LDGSTS": 32, "UTMALDG.5D": 6}
+# MXFP8: both atoms of scales, four steps; eight rows, a word and a line of scales of a thread, in code for the warp
+# that draws and for the other three. A tensor that leaves as codes has 16 conversions.
+MX = {**ALLOCATES, "UTCQMMA": 4, "UTCHMMA": 0, "UTCCP": 2, "LDGSTS": 20, "ARRIVES.LDGSTSBAR": 2, "UTMALDG.5D": 2}
+MX_OF_ONE, MX_OF_PAIR = {**MX, "UTCBAR": 2, "UTCBAR.MULTICAST": 0}, {**MX, "UTCBAR.MULTICAST": 2}
+MX_STORE = {"LDTM.x32": 2, "UTMASTG": 1, "F2FP.SATFINITE.E4M3": 0}
+MX_ACTIVATION = {"LDTM.x32": 2, "UTMASTG": 0, "F2FP.SATFINITE.E4M3": 48}
+MX_GRADIENT = {"LDTM.x32": 1, "UTMASTG": 5, "UTMALDG.3D": 2, "F2FP.SATFINITE.E4M3": 32}
 # Kernel, a part of its mangled name -> instructions; .2CTA is left out of both, as `pair` says it.
 FORMS = {
     "multiply_bf16ILi1E": {**ALLOCATES, **LOADS, "UTCHMMA": 4, "UTCBAR": 1},
@@ -77,11 +84,20 @@ KERNELS = {
         **PAIR_GATHERS, **ACTIVATION, "LDGSTS": 16},
     "UpProjectionFwdSm100PairILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": {**KERNEL_OF_PAIR, **ACTIVATION},
     "UpProjectionFwdSm100PairILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": {**KERNEL_OF_PAIR, **ACTIVATION},
+    "DownProjectionDgradMxfp8ConfigILNS_14ActivationKindE0ELi1E": {**MX_OF_ONE, **MX_GRADIENT},
+    "DownProjectionDgradMxfp8ConfigILNS_14ActivationKindE0ELi2E": {**MX_OF_PAIR, **MX_GRADIENT},
+    "DownProjectionFwdMxfp8ConfigILi1E": {**MX_OF_ONE, **MX_STORE},
+    "DownProjectionFwdMxfp8ConfigILi2E": {**MX_OF_PAIR, **MX_STORE},
+    "UpProjectionDgradMxfp8ConfigILi1E": {**MX_OF_ONE, **MX_STORE},
+    "UpProjectionDgradMxfp8ConfigILi2E": {**MX_OF_PAIR, **MX_STORE},
+    "UpProjectionFwdMxfp8ConfigILNS_14ActivationKindE0ELi1E": {**MX_OF_ONE, **MX_ACTIVATION},
+    "UpProjectionFwdMxfp8ConfigILNS_14ActivationKindE0ELi2E": {**MX_OF_PAIR, **MX_ACTIVATION},
 }
-PAIRS = ("ILi2E", "load_for_pair", "PairI")
+PAIRS = ("ILi2E", "E0ELi2E", "load_for_pair", "PairI")
 OF_PAIRS = ("UTCHMMA", "UTCQMMA", "UTCCP", "UTCBAR", "UTMALDG", "UTCATOMSWS.FIND_AND_SET")
 # An epilogue loads for its own CTA.
-OWN_LOADS = (("DownProjectionDgradSm100PairI", "UTMALDG.3D"), ("ProjectionWgradSm100PairI", "UTMALDG.4D"))
+OWN_LOADS = (("DownProjectionDgradSm100PairI", "UTMALDG.3D"), ("ProjectionWgradSm100PairI", "UTMALDG.4D"),
+             ("DownProjectionDgradMxfp8ConfigI", "UTMALDG.3D"))
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\S+\s+)?([A-Z][\w.]*)")
 
 

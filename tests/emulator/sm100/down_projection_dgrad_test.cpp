@@ -19,17 +19,8 @@ using emulator::Bits;
 using emulator::kPoison;
 using emulator::Memory;
 using emulator::Shape;
+using emulator::Silu;
 using gemm::Major;
-
-// x sigmoid(x) and its slope.
-struct Silu {
-  double phi, slope;
-  explicit Silu(double x) {
-    double const sigmoid = 1 / (1 + std::exp(-x));
-    phi = x * sigmoid;
-    slope = sigmoid * (1 + x * (1 - sigmoid));
-  }
-};
 
 class DownDgrad {
  public:

@@ -12,7 +12,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import mutant_runner  # noqa: E402
 
 # The source that is compiled again, by the words that its tests begin with.
-SOURCES = {"UpProjectionDgrad": "up_projection_dgrad_test.cpp", "Up": "up_projection_fwd_test.cpp",
+SOURCES = {"UpProjectionFwdMxfp8": "up_projection_fwd_mxfp8_test.cpp",
+           "DownProjectionFwdMxfp8": "down_projection_fwd_mxfp8_test.cpp",
+           "DownProjectionDgradMxfp8": "down_projection_dgrad_mxfp8_test.cpp",
+           "UpProjectionDgradMxfp8": "up_projection_dgrad_mxfp8_test.cpp",
+           "UpProjectionDgrad": "up_projection_dgrad_test.cpp", "Up": "up_projection_fwd_test.cpp",
            "DownProjectionDgrad": "down_projection_dgrad_test.cpp", "Down": "down_projection_fwd_test.cpp",
            "ProjectionWgrad": "projection_wgrad_test.cpp"}
 WORDS, STORE = "cuda/arch/sm100/tcgen05_descriptor.hpp", "cuda/epilogue/store_rows.cuh"
@@ -21,7 +25,12 @@ SLABS, ROLES = "cuda/gemm/sm100/slabs.cuh", "cuda/gemm/sm100/roles.cuh"
 PAIR, ACT = "cuda/gemm/sm100/pair_loads.cuh", "cuda/epilogue/activation_rows.cuh"
 GRAD = "cuda/epilogue/activation_gradient_rows.cuh"
 PAIR_OF_COLUMNS, WGRAD = "cuda/epilogue/activation_gradient_pair.cuh", "cuda/epilogue/wgrad_rows.cuh"
+SCALED_LOOP, SCALED_GATHER = "cuda/gemm/sm100/mainloop_scaled.cuh", "cuda/gemm/sm100/gather_scaled.cuh"
+MX_BLOCK, MX_ACT = "cuda/epilogue/mx_block.cuh", "cuda/epilogue/activation_rows_mxfp8.cuh"
+MX_GRAD = "cuda/epilogue/activation_gradient_rows_mxfp8.cuh"
 WRONG = ", not its bits"
+MX_TURN = "UpProjectionDgradMxfp8.RingAndAccumulatorsTurn"
+MX_ALL, MX_UP, MX_DGRAD = "DownProjectionFwdMxfp8.All*", "UpProjectionFwdMxfp8.All*", "DownProjectionDgradMxfp8.All*"
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says, tests)
 MUTANTS = [
     # descriptors
@@ -211,8 +220,110 @@ MUTANTS = [
     ("groups have slabs by their number", WGRAD, "slabs_.slab(turn_)", "slabs_.slab_of(group, 0)", WRONG,
      "ProjectionWgrad*OneGroupInATile"),
     ("chunks of a row are not swizzled", SLABS, "(chunk ^ (row & 7)) << 4", "chunk << 4", WRONG, "*AllRows*"),
+    # MXFP8: descriptors
+    ("every step has A's first scale", SCALED_LOOP, ".a_scale_byte = step,", ".a_scale_byte = 0,", WRONG, MX_ALL),
+    ("every step has B's first scale", SCALED_LOOP, ".b_scale_byte = step}", ".b_scale_byte = 0}", WRONG, MX_ALL),
+    ("an instruction for a pair has the rows of one CTA", SCALED_LOOP, ".m = kGemm.tile.m * kGemm.cluster_m(),",
+     ".m = kGemm.tile.m,", "nothing was written there", MX_ALL),
+    ("scales are not said to be ue8m0", WORDS, "kUe8m0 = 1;", "kUe8m0 = 0;", "scales are not ue8m0", MX_ALL),
+    ("eight rows of an atom lie 256 bytes apart", WORDS, ".stride_bytes = 128, .swizzle",
+     ".stride_bytes = 256, .swizzle", "an atom of scales has no swizzle", MX_ALL),
+    ("an atom is swizzled", WORDS, ".swizzle = MmaSwizzle::kNone};", ".swizzle = MmaSwizzle::k32};",
+     "an atom of scales has no swizzle", MX_ALL),
+    ("codes of B do not step along k", SCALED_LOOP, "arch::plus(b, bytes)", "arch::plus(b, 0 * bytes)", WRONG, MX_ALL),
+    # MXFP8: scales in tensor memory
+    ("stages share columns of scales", SCALED_LOOP, "stage * kStageScaleColumns", "0 * stage",
+     "over scales that a multiplication may still read", MX_TURN),
+    ("scales lie under the second accumulator", SCALED_LOOP, "smem.tensor + kAccumulators * kGemm.tile.n",
+     "smem.tensor + kGemm.tile.n", "D lies over them", MX_TURN),
+    ("no columns are allocated for scales", ROWS, "is_mxfp8(kGemm) ? kGemm.stages * kStageScaleColumns : 0", "0",
+     "are not allocated", MX_ALL),
+    ("scales of B are not copied", SCALED_LOOP,
+     "arch::tcgen05_cp_scales<kCtas>(b_scales, atom(smem.b_scales[stage]));", "", "no tcgen05.cp ahead of it", MX_ALL),
+    ("scales of A are copied behind the multiplications", SCALED_LOOP,
+     "arch::tcgen05_cp_scales<kCtas>(a_scales, atom(smem.a_scales[stage]));",
+     "auto const copy = [&] { arch::tcgen05_cp_scales<kCtas>(a_scales, atom(smem.a_scales[stage])); };"
+     "struct Behind { decltype(copy) const& last; ~Behind() { last(); } } const behind{copy};",
+     "no tcgen05.cp ahead of it", MX_ALL),
+    ("the first stage keeps the scales of its first lap", SCALED_LOOP,
+     "arch::tcgen05_cp_scales<kCtas>(b_scales, atom(smem.b_scales[stage]));",
+     "if (stage != 0 || is_first) arch::tcgen05_cp_scales<kCtas>(b_scales, atom(smem.b_scales[stage]));", WRONG,
+     MX_TURN),
+    ("B has the scales of A", SCALED_LOOP, "atom(smem.b_scales[stage])", "atom(smem.a_scales[stage])", WRONG, MX_ALL),
+    # MXFP8: scales in shared memory
+    ("an atom has the scales of a row behind those of the row before", SCALED_GATHER, "m % 32 * 16 + m / 32 * 4",
+     "m * 4", WRONG, MX_ALL),
+    ("32 rows of an atom are exchanged with their neighbours", SCALED_GATHER, "m / 32 * 4)", "(m / 32 ^ 1) * 4)", WRONG,
+     MX_ALL),
+    ("lines of B's atom are halves of lines", SCALED_GATHER, "t % 32 * 16 + t / 32 * 8);", "t * 8);", WRONG, MX_ALL),
+    ("64 rows of B have the scales of the first 64", SCALED_GATHER, "row % kScaleAtomRows / kGroupRows * 8", "0 * row",
+     WRONG, MX_ALL),
+    ("up has the scales of gate", SCALED_GATHER, "(kHalves == 2 ? part : 0)", "(0 * part)", "up has ", MX_UP),
+    ("the second tile of an atom has the scales of the first", SCALED_GATHER,
+     "kHalves == 2 ? tile.n_tile * kGroupRows", "kHalves == 2 ? 0", "h", MX_UP),
+    ("B's scales stay those of the first k_tile", SCALED_GATHER, "++k_tile_;", "", WRONG, MX_TURN),
+    ("A's scales stay those of the first k_tile", SCALED_GATHER, "gmem_a_ += kWordBytes;", "", WRONG, MX_TURN),
+    ("all experts have the scales of the first", SCALED_GATHER, "int64_t{tile.segment} * kHalves +",
+     "int64_t{0 * tile.segment} * kHalves +", WRONG, MX_ALL),
+    ("128 rows of B have the scales of the first 128", SCALED_GATHER, "int64_t{row / kScaleAtomRows} * p_.k_tiles",
+     "int64_t{0 * row} * p_.k_tiles", WRONG, MX_TURN),
+    ("rows are gathered without their scales", SCALED_GATHER, "p_.gmem_index != nullptr ? p_.gmem_index[row] : row",
+     "row", "has ", MX_UP),
+    ("rows are reported ahead of their scales", SCALED_GATHER,
+     "scales_.copy(smem_, stage, tile);\n    rows_.copy(smem_, stage, tile.rows);",
+     "rows_.copy(smem_, stage, tile.rows);\n    scales_.copy(smem_, stage, tile);", "that cp.async wrote", MX_TURN),
+    ("a pair halves B's scales between its CTAs", SCALED_GATHER, "if (t < kBThreads) {",
+     "if (t < kBThreads && (kGemm.cluster_m() == 1 || t / 32 == static_cast<int>(arch::cluster_cta_rank()))) {", WRONG,
+     MX_ALL),
+    ("both CTAs load the first rows of B", SCALED_GATHER, "kIsHalf ? 0 : rank", "0 * rank", WRONG, MX_ALL),
+    ("both CTAs load the gate", SCALED_GATHER, "kIsHalf ? rank : 0", "0 * rank", "has ", MX_UP),
+    ("a pair expects the bytes of half of B", SCALED_GATHER,
+     "if (rank == 0) arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes());",
+     "if (rank == 0) arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes() / 2);", "nobody can go on", MX_ALL),
+    # MXFP8: quantisation
+    ("scales are rounded down", MX_BLOCK, "core::e8m0_scale(largest, false)", "core::e8m0_scale(largest, true)",
+     "the scale", MX_UP),
+    ("the scale of a block is that of its first half", MX_BLOCK, "i < MxCodes::kColumns / 2; ++i",
+     "i < MxCodes::kColumns / 4; ++i", "has the scale", MX_UP),
+    ("a NaN leaves its block a number", MX_BLOCK, "largest = arch::max_magnitude(largest, v[c]);",
+     "largest = fmaxf(largest, fabsf(v[c]));", "a has the scale", MX_UP),
+    ("codes are of values that nobody has divided", MX_BLOCK, "v[c] * r, v[c + 1] * r", "v[c], v[c + 1] * r",
+     "a has another code", MX_UP),
+    ("a is quantised from bf16", MX_ACT, "a[2 * i] = Function::forward(p_.activation, g.x, u.x);",
+     "a[2 * i] = arch::unpack_bf16(arch::pack_bf16(Function::forward(p_.activation, g.x, u.x), 0)).x;", "a has ",
+     MX_UP),
+    ("neighbouring blocks exchange their scales", MX_ACT, "column / kBlock] = codes.scale",
+     "(column / kBlock ^ 1)] = codes.scale", "has the scale", MX_UP),
+    ("rows past the expert are written", MX_ACT, "bool const exists = own < tile.end;", "bool const exists = true;",
+     " was written", "UpProjectionFwdMxfp8.Pairs*"),
+    ("accumulators are freed a block early", MX_ACT, "block == kBlocks - 1", "block == 0", "is not known to be",
+     "UpProjectionFwdMxfp8.Ring*"),
+    ("codes of up lie over those of gate", MX_ACT, "p_.columns + column, mx_codes(u)", "column, mx_codes(u)",
+     "gate has ", MX_UP),
+    # MXFP8: the activation's gradient
+    ("gate has the scales of up", MX_GRAD, "mx_scale(gate_scales_", "mx_scale(up_scales_", "has other bits", MX_DGRAD),
+    ("all blocks have the scale of the first", MX_GRAD, "up_scales_ >> 8 * block", "up_scales_ >> 0 * block",
+     "has other bits", MX_DGRAD),
+    ("scales of dg are in the wrong bytes", MX_GRAD, "put_codes(0, block, dg) << 8 * block",
+     "put_codes(0, block, dg) << 8 * (3 - block)", "dg has the scale", MX_DGRAD),
+    ("scales of h are those of a neighbouring tile", MX_GRAD, "n_tile * (kGroupColumns / kBlock)",
+     "(n_tile ^ 1) * (kGroupColumns / kBlock)", "has other bits", "DownProjectionDgradMxfp8.RingAndAccumulatorsTurn"),
+    ("codes of h are not awaited", MX_GRAD, "slabs_.wait(0);", "", "has other bits",
+     "DownProjectionDgradMxfp8.Ring*"),
+    ("slabs are filled while they are stored", MX_GRAD, "if (part == 0) slabs_.template wait_read<0>();", "",
+     "has other bits", MX_DGRAD),
+    ("codes are loaded over those that are stored", MX_GRAD, "row_ = row;\n    slabs_.template wait_read<0>();",
+     "row_ = row;", "has ", "DownProjectionDgradMxfp8.Ring*"),
+    ("codes are stored ahead of the last ones", MX_GRAD, "p_.stores_dh8 && block == kBlocks - 1",
+     "p_.stores_dh8 && block == 1", "has ", MX_DGRAD),
+    ("du is quantised from dg", MX_GRAD, "put_codes(1, block, du)", "put_codes(1, block, dg)", "du has ", MX_DGRAD),
+    ("t has the score in the sum of ds", MX_GRAD, "ds = fmaf(left, low.a, ds);", "ds = fmaf(score_ * left, low.a, ds);",
+     "ds has other bits", MX_DGRAD),
+    ("scales of dh are stored past the expert", MX_GRAD, "if (own < tile.end) {", "if (true) {", "has other bits",
+     "DownProjectionDgradMxfp8.InThe*"),
 ]
-QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")
+QUICK = ("the last step of k is left out", "no fence behind the wait for a tile",
+         "scales of A are copied behind the multiplications")
 
 
 def outcome(args, mutant):

@@ -92,6 +92,16 @@ struct Sum {
   }
 };
 
+// x sigmoid(x) and its slope, in fp64.
+struct Silu {
+  double phi, slope;
+  explicit Silu(double x) {
+    double const sigmoid = 1 / (1 + std::exp(-x));
+    phi = x * sigmoid;
+    slope = sigmoid * (1 + x * (1 - sigmoid));
+  }
+};
+
 inline std::string place(int row, int column) {
   return "row " + std::to_string(row) + " column " + std::to_string(column);
 }
@@ -119,9 +129,12 @@ void check(Shape const& shape) {
   (in_all_schedules.template operator()<Configs>(), ...);
 }
 
-// Whether shapes drawn at random have two halves; else some have one.
 struct AtRandom {
-  std::optional<bool> gated;
+  std::optional<bool> gated;  // whether shapes have two halves; else some have one
+  // d and n are at most so many units.
+  int unit = 8;
+  unsigned hidden = 36, intermediate = 24;
+  int count = 25;  // of shapes
 };
 
 // Any experts, sizes and schedules.
@@ -129,8 +142,10 @@ template <class Projection, class... Configs>
 void check_at_random(AtRandom const& wanted = {}) {
   std::mt19937 rng(11);
   auto const draw = [&](unsigned below) { return static_cast<int>(rng() % below); };
-  for (int i = 0; i < 25; ++i) {
-    Shape shape{.rows = {}, .hidden = 8 * (1 + draw(36)), .intermediate = 8 * (1 + draw(24))};
+  for (int i = 0; i < wanted.count; ++i) {
+    Shape shape{.rows = {},
+                .hidden = wanted.unit * (1 + draw(wanted.hidden)),
+                .intermediate = wanted.unit * (1 + draw(wanted.intermediate))};
     for (int e = draw(5); e >= 0; --e) shape.rows.push_back(draw(3) == 0 ? 0 : draw(200));
     shape.ctas = 1 + draw(3);
     shape.other_rows = draw(2) * draw(70);

@@ -32,11 +32,14 @@ class AccumulatorTurn {
   }
 };
 
-// Columns of tensor memory that the accumulators need, as an allocation has to be.
+// Columns of tensor memory that the accumulators need, and the scales of all stages, as an allocation has to be.
 template <GemmConfig kGemm>
 consteval uint32_t tensor_columns() {
+  constexpr int kScales = is_mxfp8(kGemm) ? kGemm.stages * kStageScaleColumns : 0;
+  constexpr int kNeeded = kAccumulators * kGemm.tile.n + kScales;
+  static_assert(kNeeded <= arch::kTensorColumns);
   uint32_t columns = 32;
-  while (columns < uint32_t(kAccumulators * kGemm.tile.n)) columns *= 2;
+  while (columns < uint32_t(kNeeded)) columns *= 2;
   return columns;
 }
 

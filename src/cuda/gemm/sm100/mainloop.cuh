@@ -2,6 +2,7 @@
 // The warp that multiplies, in a pair of CTAs that of CTA 0. One of its lanes issues everything; commits, not the warp,
 // free stages and announce tiles.
 //   tile: wait acc_empty | k_tile: wait full, 4 multiplications, commit to empty | .. | commit to acc_full
+// MXFP8 copies its scales to tensor memory ahead of the multiplications of a k_tile (mainloop_scaled.cuh).
 #pragma once
 
 #include "../../arch/proxy_fence.cuh"
@@ -13,6 +14,7 @@
 #include "../scheduler.cuh"
 #include "../tile_extent.cuh"
 #include "accumulators.cuh"
+#include "mainloop_scaled.cuh"
 
 namespace tessera::cuda::gemm {
 

@@ -5,6 +5,7 @@
 
 #include "../../arch/sm100/tcgen05_alloc.cuh"
 #include "../produce/produce.cuh"
+#include "gather_scaled.cuh"
 #include "mainloop.cuh"
 #include "pair_loads.cuh"
 
@@ -92,10 +93,22 @@ __device__ __forceinline__ void store_tiles(SharedStorage<kGemm>& smem,
   epilogue.drain();
 }
 
+// The warps that gather.
+template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
+__device__ __forceinline__ void gather_operands(SharedStorage<kGemm>& smem,
+                                                TensorGemmParams<kGemm> const& p,
+                                                typename Epilogue::Params const& epilogue_params) {
+  if constexpr (is_mxfp8(kGemm)) {
+    gather_tiles<kGemm, kFirstWarp, MxTiles<kGemm>>(smem, p, p.scales);
+  } else {
+    produce_with_gather<kGemm, Epilogue, kFirstWarp>(smem, p, epilogue_params);
+  }
+}
+
 // The whole kernel: every thread of the grid calls it once.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void run_gemm_in_tensor_memory(
-    GemmParams const& p, typename Epilogue::Params const& epilogue_params) {
+    TensorGemmParams<kGemm> const& p, typename Epilogue::Params const& epilogue_params) {
   static_assert(valid_in_tensor_memory(kGemm));
   auto& smem = shared_storage<kGemm>();
   int const warp = arch::warp_idx();
@@ -108,9 +121,9 @@ __device__ __forceinline__ void run_gemm_in_tensor_memory(
     if constexpr (relays(kGemm)) relay_rows<kGemm>(smem, p);
   } else if constexpr (kGemm.gathers()) {
     if (warp == kEpilogueWarps) {
-      produce_with_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);
+      gather_operands<kGemm, Epilogue, true>(smem, p, epilogue_params);
     } else {
-      produce_with_gather<kGemm, Epilogue, false>(smem, p, epilogue_params);
+      gather_operands<kGemm, Epilogue, false>(smem, p, epilogue_params);
     }
   } else if (warp == kLoadWarp) {
     if constexpr (kGemm.cluster_m() == 2) {

@@ -23,6 +23,7 @@
 #pragma once
 
 #include "../storage.cuh"
+#include "scales.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -36,6 +37,7 @@ consteval bool in_tensor_memory(GemmConfig c) { return c.consumer_warpgroups == 
 
 consteval bool valid_in_tensor_memory(GemmConfig c) {
   if (!in_tensor_memory(c)) throw "consumer_warpgroups: 1, the warps of the epilogue";
+  if (is_mxfp8(c)) valid_mxfp8(c);
   if (c.tile.m != kTensorRows) throw "tile.m: 128, the lanes of tensor memory";
   if (c.tile.n % 64 || c.tile.n > 256) throw "tile.n: row groups of 64, to 256: two accumulators";
   if (c.a.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of A";
@@ -46,7 +48,8 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   if (c.varlen_k() && (!c.gathers() || c.b.major != Major::kRows || c.b.halves != Halves::kOne))
     throw "ragged: varlen-K gathers tokens, with a rows-major B in one half";
   if (c.cluster_m() > 2 || c.paired()) throw "cluster: one CTA, or two along gemm_m";
-  if (c.b_groups() % c.cluster_m()) throw "tile.n: a pair halves its row groups";
+  if (c.tile.n / kGroupRows % c.cluster_m() || (!is_mxfp8(c) && c.b_groups() % c.cluster_m()))
+    throw "tile.n: a pair halves its row groups, which MXFP8 may do between gate and up";
   if (c.b_stages != BStages{}) throw "b: in the ring";
   if (c.k_halves() == 2 && c.gathers()) throw "b.halves: k runs through two halves of an A by TMA";
   if (c.tail != Tail::kWhole || c.epilogue.mode != EpilogueMode::kInline)
@@ -74,7 +77,7 @@ consteval int b_share(GemmConfig c) { return c.tile.n / c.cluster_m(); }
 // The same members as on sm_90, for the scheduler and the loads (scheduler.cuh, produce/).
 template <GemmConfig kGemm>
   requires(in_tensor_memory(kGemm))
-struct SharedStorage<kGemm> {
+struct SharedStorage<kGemm> : StageScales<kGemm> {
   using A = typename ElementType<kGemm.a.element>::Type;
   using B = typename ElementType<kGemm.b.element>::Type;
   alignas(1024) A a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];    // (PIPE,TILE_M,TILE_K)
@@ -90,7 +93,7 @@ struct SharedStorage<kGemm> {
   arch::Mbarrier work_empty[kWorkSlots];
   alignas(16) int4 work[kWorkSlots];
   int segment_offsets[kMaxSegments + 1];
-  uint32_t tensor;  // address of the first accumulator
+  uint32_t tensor;  // address of the first accumulator; scales lie behind both (scales.cuh)
   // Named by code that a configuration without them does not run.
   arch::Mbarrier resident_full[1];
   arch::Mbarrier resident_empty[1];

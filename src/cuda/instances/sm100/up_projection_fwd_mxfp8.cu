@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../../kernels/up_projection_fwd_mxfp8.cuh"
+#include "../../tuning/mxfp8.hpp"
+#include "../../tuning/sm100.hpp"
+
+namespace tessera::cuda {
+
+cudaError_t launch_up_projection_fwd_mxfp8(UpProjectionFwdMxfp8Arguments const& args, int sm_count,
+                                           cudaStream_t stream) {
+  using One = UpProjectionFwdMxfp8Config<ActivationKind::swiglu, 1>;
+  using Pair = UpProjectionFwdMxfp8Config<ActivationKind::swiglu, 2>;
+  return takes_pairs_sm100(args.rows, args.experts, sm_count)
+             ? launch_up_projection_fwd_mxfp8_config<Pair>(args, sm_count, stream)
+             : launch_up_projection_fwd_mxfp8_config<One>(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

@@ -44,12 +44,12 @@ class Queue final : public FakeQueue {
     changed_.notify_one();
   }
   void drain() {
-    std::atomic<bool> done = false;
-    enqueue([&] {
-      done = true;
-      done.notify_one();
+    auto const done = std::make_shared<std::atomic<bool>>(false);  // outlives who waits
+    enqueue([done] {
+      *done = true;
+      done->notify_one();
     });
-    done.wait(false);
+    done->wait(false);
   }
 
  private:

@@ -224,7 +224,9 @@ class PretendedHosts(unittest.TestCase):
 
     def run_cpp(self, folder: pathlib.Path, *more: str, debug: str = "INFO") -> list[str]:
         """What each rank says, ranks being programs in C++."""
-        program = pathlib.Path(os.environ["TESSERA_LIBRARY"]).resolve().parents[1] / "bin" / "cuda_hosts_program"
+        folders = [pathlib.Path(os.environ[name]).resolve().parents[up] / below for name, up, below in
+                   (("TESSERA_PROGRAM", 0, ""), ("TESSERA_LIBRARY", 1, "bin")) if name in os.environ]
+        program = folders[0] / "cuda_hosts_program"
         local = RANKS // HOSTS
         started = [subprocess.Popen(
             [str(program), str(folder), str(rank // local), str(HOSTS), str(rank % local), str(local), str(rank),

@@ -13,6 +13,7 @@ import unittest
 from unittest import mock
 
 import ranks
+import several_hosts_calls
 import tessera
 import tier
 import torch
@@ -383,6 +384,9 @@ class Order(unittest.TestCase):
         self.assertEqual(self.order(True), [
             "rows 1", "pass 0", "wait rows 1", "rows 2", "pass 1", "sums 1",
             "wait rows 2", "pass 2", "sums 2", "wait sums 1", "wait sums 2"])
+
+
+Calls = tier.deep(several_hosts_calls.Calls)
 
 
 if __name__ == "__main__":

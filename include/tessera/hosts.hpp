@@ -134,7 +134,8 @@ class TESSERA_EXPORT HostsExperts {
   static Expected<std::size_t> saved_bytes(HostsDesc const& desc) noexcept;
 
   /// `experts`: of desc.within. `rail`: of desc.place. `context` and `workspace`, memory of this rank's GPU, stay until
-  /// the object is destroyed. Errors: as workspace_bytes().
+  /// the object is destroyed. Collective along the rail, which tells all its ranks where fields of their descs differ
+  /// that should be equal. Errors: as workspace_bytes(), device_error: a rank did not come.
   static Expected<HostsExperts> create(Context const& context, HostsDesc const& desc,
                                        ExpertParallel experts, HostRail rail,
                                        Buffer workspace) noexcept;

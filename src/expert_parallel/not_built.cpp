@@ -35,6 +35,7 @@ hosts::StreamCalls const& hosts::stream_calls() noexcept {
       [](PackRows const&, Stream) noexcept { return refuse(); },
       [](SumPartials const&, Stream) noexcept { return refuse(); },
       [](void*, void const*, std::size_t, Stream) noexcept { return refuse(); },
+      [](void*, void const*, std::size_t, Stream) noexcept { return refuse(); },
       [](Stream) noexcept -> Expected<bool> { return refuse(); },
       []() noexcept -> Expected<void*> { return refuse(); },
       [](void*, Stream) noexcept { return refuse(); },

@@ -2,8 +2,10 @@
 // HostRail and HostsExperts: check everything, then hand over to src/expert_parallel/hosts; the inner pass of each step
 // is one of ExpertParallel.
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -389,6 +391,29 @@ Expected<HostsExperts> HostsExperts::create(Context const& context, HostsDesc co
   if (parts == nullptr) {
     return Status::error(StatusCode::out_of_memory, "no memory for experts over hosts");
   }
+  expert_parallel::DeviceScope const scope(expert_parallel::device_calls(), context.device().index,
+                                           expert_parallel::ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  ExpertParallelDesc const& w = desc.within;
+  Activation const& a = w.activation;
+  hosts::Field const fields[] = {
+      {"hosts", desc.place.hosts},
+      {"exchange", static_cast<std::int64_t>(desc.exchange)},
+      {"rank", w.rank},
+      {"ranks", w.ranks},
+      {"max_tokens", w.max_tokens},
+      {"hidden", w.hidden},
+      {"intermediate", w.intermediate},
+      {"experts", w.experts},
+      {"top_k", w.top_k},
+      {"training", w.training ? 1 : 0},
+      {"activation", static_cast<std::int64_t>(a.kind)},
+      {"bits of alpha", std::bit_cast<std::int32_t>(a.alpha)},
+      {"bits of limit", std::bit_cast<std::int32_t>(a.limit)},
+      {"bits of up_offset", std::bit_cast<std::int32_t>(a.up_offset)},
+      {"partial_combine", w.partial_combine || w.sums_on_owners ? 1 : 0}};
+  static_assert(std::size(fields) <= hosts::kMaxFields);
+  TESSERA_TRY(parts->rotation.agree(fields, {}));
   return HostsExperts(std::move(parts));
 }
 

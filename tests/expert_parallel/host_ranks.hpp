@@ -128,6 +128,13 @@ inline StreamCalls fake_stream_calls() {
                 enqueue(stream, [=] { std::memcpy(host, from, bytes); });
                 return Status();
               },
+          .write =
+              [](void* to, void const* host, std::size_t bytes, Stream stream) noexcept {
+                auto const* const begin = static_cast<char const*>(host);
+                std::vector<char> const copy(begin, begin + bytes);
+                enqueue(stream, [=] { std::memcpy(to, copy.data(), bytes); });
+                return Status();
+              },
           .captures = [](Stream) noexcept -> Expected<bool> { return false; },
           .make_event = []() noexcept -> Expected<void*> {
             return static_cast<void*>(new Event(false));

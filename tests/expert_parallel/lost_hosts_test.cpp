@@ -153,6 +153,37 @@ TEST_F(HostsTest, ARankThatDoesNotJoin) {
   EXPECT_EQ(nccl.aborted, 1);
 }
 
+TEST_F(HostsTest, HostsThatDiffer) {
+  struct Said {
+    std::int64_t values[3];
+    std::string text[3];
+  };
+  for (Said const& wanted : {Said{{512, 512, 512}, {"", "", ""}},
+                             Said{{512, 512, 256},
+                                  {"hidden=512 on host 0, 256 on host 2: equal on all hosts",
+                                   "hidden=512 on host 1, 256 on host 2: equal on all hosts",
+                                   "hidden=256 on host 2, 512 on host 0: equal on all hosts"}}}) {
+    NcclUniqueId const id = make_id();
+    std::vector<std::thread> threads;
+    for (std::int32_t host = 0; host < 3; ++host) {
+      threads.emplace_back([&, host] {
+        Queue queue;
+        auto rail = open({host, 3, 0}, id);
+        ASSERT_TRUE(rail.ok()) << rail.status().text();
+        RotationShape const shape = {
+            .hosts = 3, .max_tokens = 4, .hidden = 8, .top_k = 1, .experts = 2};
+        std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes(), std::byte{0xff});
+        Rotation rotation(shape, *rail.value(), workspace.data(), kStream);
+        Field const fields[] = {{"top_k", 4}, {"hidden", wanted.values[host]}};
+        EXPECT_EQ(rotation.agree(fields, {&queue}).text(), wanted.text[host]);
+        queue.drain();
+        EXPECT_TRUE(rail.value()->close().ok());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
 TEST_F(HostsTest, TimeAheadOfAWaitDoesNotCount) {
   NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];

@@ -52,6 +52,7 @@ RotationRegions::RotationRegions(RotationShape const& s) noexcept {
       kLine * kLine;
   partials = plan.add<std::byte>(static_cast<std::int64_t>(partial_bytes) * s.hosts);
   counts = plan.add<std::int64_t>(2 * s.hosts);
+  fields = plan.add<std::int64_t>((1 + s.hosts) * std::int64_t{kMaxFields});
 }
 
 Rotation::Rotation(RotationShape const& shape, Rail& rail, void* workspace,
@@ -71,6 +72,41 @@ std::int32_t Rotation::of(std::int32_t step) const noexcept {
 }
 std::byte* Rotation::partial(std::int32_t host) const noexcept {
   return regions_.partials.in(base_) + static_cast<std::size_t>(host) * regions_.partial_bytes;
+}
+
+Status Rotation::agree(std::span<Field const> fields, Stream stream) noexcept {
+  TESSERA_TRY(rail_.fault());
+  if (shape_.hosts == 1) return {};
+  std::array<std::int64_t, (1 + kMaxHosts) * kMaxFields> numbers = {};
+  for (std::size_t i = 0; i < fields.size(); ++i) numbers[i] = fields[i].value;
+  constexpr std::size_t kBytes = kMaxFields * sizeof numbers[0];
+  std::int64_t* const mine = regions_.fields.in(base_);
+  TESSERA_TRY(calls_.write(mine, numbers.data(), kBytes, stream));
+  std::array<Message, kMaxHosts> messages;
+  std::size_t others = 0;
+  for (std::int32_t step = 1; step < shape_.hosts; ++step) {
+    std::int32_t const host = of(step);
+    messages[others++] = {.out = mine,
+                          .out_bytes = kBytes,
+                          .to = host,
+                          .into = mine + (1 + host) * std::int64_t{kMaxFields},
+                          .into_bytes = kBytes,
+                          .of = host};
+  }
+  TESSERA_TRY(rail_.exchange("descriptions", {messages.data(), others}, stream));
+  auto const hosts = static_cast<std::size_t>(shape_.hosts);
+  TESSERA_TRY(rail_.read(numbers.data(), mine, (1 + hosts) * kBytes, stream));
+  for (std::size_t h = 0; h < hosts; ++h) {
+    if (static_cast<std::int32_t>(h) == rail_.place().host) continue;
+    for (std::size_t i = 0; i < fields.size(); ++i) {
+      std::int64_t const theirs = numbers[(1 + h) * kMaxFields + i];
+      if (theirs == fields[i].value) continue;
+      return Status::invalid("%s=%lld on host %d, %lld on host %zu: equal on all hosts",
+                             fields[i].name, static_cast<long long>(fields[i].value),
+                             rail_.place().host, static_cast<long long>(theirs), h);
+    }
+  }
+  return {};
 }
 
 // Finds out which rows cross.

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "core/workspace.hpp"
 #include "expert_parallel/hosts/rail.hpp"
@@ -77,16 +78,28 @@ struct RotationRegions {
   core::Region<std::byte> back;       // results for the tokens of another host
   core::Region<std::byte> partials;   // those that came, by host
   core::Region<std::int64_t> counts;  // [2,H]: rows that go, and that come
+  core::Region<std::int64_t> fields;  // [1+H,kMaxFields]
   std::size_t partial_bytes = 0;
 
   explicit RotationRegions(RotationShape const& shape) noexcept;
 };
+
+/// A number that is equal on all hosts.
+struct Field {
+  char const* name = nullptr;
+  std::int64_t value = 0;
+};
+inline constexpr std::size_t kMaxFields = 16;
 
 class Rotation {
  public:
   /// workspace: RotationRegions::plan.bytes(), on the rail's GPU.
   Rotation(RotationShape const& shape, Rail& rail, void* workspace,
            StreamCalls const& calls = stream_calls()) noexcept;
+
+  /// Tells the counterparts at most kMaxFields fields, the same ones on all. Waits for theirs; invalid_argument where
+  /// one differs, on all hosts. Collective along the rail.
+  Status agree(std::span<Field const> fields, Stream stream) noexcept;
 
   struct Forward {
     std::int64_t tokens = 0;

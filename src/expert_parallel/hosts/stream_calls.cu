@@ -30,6 +30,11 @@ Status read(void* host, void const* device_memory, std::size_t bytes, Stream str
                "cudaMemcpyAsync");
 }
 
+Status write(void* device_memory, void const* host, std::size_t bytes, Stream stream) noexcept {
+  return check(cudaMemcpyAsync(device_memory, host, bytes, cudaMemcpyHostToDevice, native(stream)),
+               "cudaMemcpyAsync");
+}
+
 Expected<bool> captures(Stream stream) noexcept {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   TESSERA_TRY(check(cudaStreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing"));
@@ -71,9 +76,19 @@ void stand_beside_captures() noexcept {
 }  // namespace
 
 StreamCalls const& stream_calls() noexcept {
-  static constexpr StreamCalls kCalls = {
-      choose, pack,        sum,    read,       captures,         make_event,
-      record, host_memory, passed, free_event, free_host_memory, stand_beside_captures};
+  static constexpr StreamCalls kCalls = {choose,
+                                         pack,
+                                         sum,
+                                         read,
+                                         write,
+                                         captures,
+                                         make_event,
+                                         record,
+                                         host_memory,
+                                         passed,
+                                         free_event,
+                                         free_host_memory,
+                                         stand_beside_captures};
   return kCalls;
 }
 

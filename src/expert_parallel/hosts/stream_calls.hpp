@@ -18,6 +18,9 @@ struct StreamCalls {
   /// To host_memory(), on the stream.
   Status (*read)(void* host, void const* device_memory, std::size_t bytes,
                  Stream) noexcept = nullptr;
+  /// From any memory of the host, which the caller may change on return.
+  Status (*write)(void* device_memory, void const* host, std::size_t bytes,
+                  Stream) noexcept = nullptr;
   Expected<bool> (*captures)(Stream) noexcept = nullptr;  ///< True if it is captured into a graph
   Expected<void*> (*make_event)() noexcept = nullptr;
   Status (*record)(void* event, Stream) noexcept = nullptr;

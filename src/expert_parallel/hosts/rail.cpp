@@ -318,7 +318,9 @@ Status Rail::close() noexcept {
   if (communicator_ == nullptr) return {};
   DeviceScope const scope(device_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
-  return nccl_.check(nccl_.comm_destroy(std::exchange(communicator_, nullptr)), "ncclCommDestroy");
+  NcclResult const result = nccl_.comm_destroy(std::exchange(communicator_, nullptr));
+  // A communicator that does not block may go on ending by itself.
+  return result == kNcclInProgress ? Status() : nccl_.check(result, "ncclCommDestroy");
 }
 
 }  // namespace tessera::expert_parallel::hosts

@@ -116,10 +116,12 @@ struct QuantisedWeights {
 };
 
 /// Quantises the weights of `desc` (any layout; biases are not read): ScaleRule fp32 and pow2 make fp8-block, rceil and
-/// floor mxfp8. Errors: invalid_argument for d or n that are no multiples of 128 (mxfp8: of 32) and tensors that do not
-/// fit; unsupported on cuda.
+/// floor mxfp8. What a layer with MoeDesc::weight_codes reads is made by scale_rule(desc); that field of `desc` and its
+/// precision say nothing here. On a GPU fp8-block alone, for descs that precision fp8 is served of, enqueued on
+/// `stream`. Errors: invalid_argument for d or n that are no multiples of 128 (mxfp8: of 32) and tensors that do not
+/// fit; on a GPU unsupported for mxfp8, and for weights or codes that do not lie at multiples of 16 bytes.
 TESSERA_EXPORT Status quantise_weights(Context const& context, MoeDesc const& desc,
                                        ExpertWeights const& weights, ScaleRule rule,
-                                       QuantisedWeights const& out) noexcept;
+                                       QuantisedWeights const& out, Stream stream = {}) noexcept;
 
 }  // namespace tessera

@@ -26,6 +26,18 @@ struct ExpertWeights {
   ConstTensor b_down = {};  ///< [E,d]
 };
 
+/// With MoeDesc::weight_codes: the weights as quantise_weights() (low_precision.hpp) left them, by the scales that
+/// MoeDesc::pow2_scales names; all contiguous, on a GPU at multiples of 16 bytes. They are those of the weights at that
+/// time: whoever changes the weights has codes made anew. A call reads what is said here; the others may be there.
+struct WeightCodes {
+  ConstTensor up = {};               ///< [E,w,n,d] fp8_e4m3: forward; backward with SavePolicy::x
+  ConstTensor up_scales = {};        ///< [E,n/128,d/128,w] fp32: both
+  ConstTensor down = {};             ///< [E,d,n] fp8_e4m3: forward
+  ConstTensor down_scales = {};      ///< [E,d/128,n/128] fp32: both
+  ConstTensor up_transposed = {};    ///< [E,d,w*n] fp8_e4m3: backward, and moe_backward_input
+  ConstTensor down_transposed = {};  ///< [E,n,d] fp8_e4m3: backward, and moe_backward_input
+};
+
 /// Inputs, outputs and memory of a forward call. Outputs may not overlap inputs.
 struct MoeForwardArgs {
   ConstTensor x = {};  ///< [T,d]
@@ -69,6 +81,7 @@ struct MoeForwardArgs {
   /// Scales of h, whose gate half stands before its up half: fp8: fp32 [w*n/128, padded_scale_rows(P)], the padding 0;
   /// mxfp8: e8m0 [P,w*n/32].
   Tensor h_scale = {};
+  WeightCodes weight_codes = {};  ///< with MoeDesc::weight_codes, else absent
 };
 
 /// Says how a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
@@ -113,6 +126,7 @@ struct MoeBackwardArgs {
 
   // With MoeDesc::quantises(), as forward left them: read where x and h are.
   ConstTensor x8 = {}, x_scale = {}, h_scale = {};
+  WeightCodes weight_codes = {};  ///< with MoeDesc::weight_codes, else absent
 };
 
 /// Passes that have a workspace of their own size.

@@ -156,6 +156,10 @@ struct MoeDesc {
   DType router_dtype = DType::none;
   Precision precision = Precision::native;
   bool pow2_scales = false;  ///< Precision::fp8: scales are powers of two, rather than any fp32
+  /// Precision::fp8: calls read weights as codes that quantise_weights() (low_precision.hpp) made once for all passes
+  /// of a step, and quantise none: WeightCodes (moe.hpp) in place of w_up, w_gate and w_down, which are absent. Bits
+  /// are those of calls that quantise.
+  bool weight_codes = false;
 
   /// True if operands are quantised. Ask only once a `precision` of automatic has been resolved.
   [[nodiscard]] constexpr bool quantises() const noexcept {

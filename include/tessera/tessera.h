@@ -86,11 +86,19 @@ typedef struct {
   int32_t reserved_router;
   int32_t precision;   /* of the GEMMs: Precision in shape.hpp; 0: native */
   int32_t pow2_scales; /* of precision fp8: 0 or 1 */
+  int32_t
+      weight_codes; /* of precision fp8: 1: weights come as codes, in weight_codes of the arguments */
+  int32_t reserved_codes;
 } tessera_moe_desc;
 
 typedef struct {
   tessera_tensor w_up, w_gate, w_down, b_up, b_gate, b_down;
 } tessera_expert_weights;
+
+/* WeightCodes in moe.hpp. */
+typedef struct {
+  tessera_tensor up, up_scales, down, down_scales, up_transposed, down_transposed;
+} tessera_weight_codes;
 
 typedef struct {
   uint64_t size;
@@ -104,6 +112,7 @@ typedef struct {
   tessera_tensor topk_counts;
   tessera_tensor token_mask;
   tessera_tensor x8, x_scale, h_scale; /* precision fp8 and mxfp8: moe.hpp */
+  tessera_weight_codes weight_codes;
 } tessera_forward_args;
 
 typedef struct {
@@ -121,6 +130,7 @@ typedef struct {
   tessera_tensor aux_dlogits;
   tessera_tensor token_mask;
   tessera_tensor x8, x_scale, h_scale; /* precision fp8 and mxfp8: as forward left them */
+  tessera_weight_codes weight_codes;
 } tessera_backward_args;
 
 typedef struct {
@@ -247,6 +257,11 @@ int tessera_moe_saved(tessera_moe_desc const*, size_t* x_bytes, size_t* h_bytes,
                       size_t* routing_bytes);
 /* Bytes of the scales that stay beside x8 and h; 0 with precision native. */
 int tessera_moe_saved_scales(tessera_moe_desc const*, size_t* x_scale_bytes, size_t* h_scale_bytes);
+
+/* Makes what calls with weight_codes read; transposed codes may be absent. low_precision.hpp */
+int tessera_quantise_weights(tessera_context const*, tessera_moe_desc const*,
+                             tessera_expert_weights const*, tessera_weight_codes const* out,
+                             void* stream);
 
 int tessera_moe_forward(tessera_context const*, tessera_moe_desc const*,
                         tessera_forward_args const*, void* stream);

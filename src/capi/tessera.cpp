@@ -5,6 +5,7 @@
 #include <new>
 
 #include "capi/convert.hpp"
+#include "tessera/low_precision.hpp"
 #include "tessera/router.hpp"
 
 namespace {
@@ -22,6 +23,15 @@ tessera::ExpertWeights weights_of(tessera_expert_weights const& from) noexcept {
   weights.b_gate = tensor_of(from.b_gate);
   weights.b_down = tensor_of(from.b_down);
   return weights;
+}
+
+tessera::WeightCodes codes_of(tessera_weight_codes const& from) noexcept {
+  return {.up = tensor_of(from.up),
+          .up_scales = tensor_of(from.up_scales),
+          .down = tensor_of(from.down),
+          .down_scales = tensor_of(from.down_scales),
+          .up_transposed = tensor_of(from.up_transposed),
+          .down_transposed = tensor_of(from.down_transposed)};
 }
 
 Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
@@ -56,6 +66,7 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router_dtype = static_cast<tessera::DType>(from.router_dtype);
   out.precision = static_cast<tessera::Precision>(from.precision);
   out.pow2_scales = from.pow2_scales != 0;
+  out.weight_codes = from.weight_codes != 0;
   return {};
 }
 
@@ -88,7 +99,28 @@ Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
   args.x8 = tensor_of(from.x8);
   args.x_scale = tensor_of(from.x_scale);
   args.h_scale = tensor_of(from.h_scale);
+  args.weight_codes = codes_of(from.weight_codes);
   return tessera::moe_forward(context->context, desc, args, {stream});
+}
+
+Status quantise_weights(tessera_context const* context, tessera_moe_desc const* c_desc,
+                        tessera_expert_weights const* weights, tessera_weight_codes const* out,
+                        void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  if (weights == nullptr || out == nullptr) {
+    return Status::invalid("weights or codes: null; pass the structs of both");
+  }
+  tessera::QuantisedWeights codes;
+  codes.up = tensor_of(out->up);
+  codes.up_scales = tensor_of(out->up_scales);
+  codes.down = tensor_of(out->down);
+  codes.down_scales = tensor_of(out->down_scales);
+  codes.up_transposed = tensor_of(out->up_transposed);
+  codes.down_transposed = tensor_of(out->down_transposed);
+  return tessera::quantise_weights(context->context, desc, weights_of(*weights),
+                                   tessera::scale_rule(desc), codes, {stream});
 }
 
 using BackwardFunction = Status (*)(tessera::Context const&, tessera::MoeDesc const&,
@@ -131,6 +163,7 @@ Status backward(BackwardFunction function, tessera_context const* context,
   args.x8 = tensor_of(from.x8);
   args.x_scale = tensor_of(from.x_scale);
   args.h_scale = tensor_of(from.h_scale);
+  args.weight_codes = codes_of(from.weight_codes);
   return function(context->context, desc, args, {stream});
 }
 
@@ -340,6 +373,12 @@ TESSERA_C_API int tessera_moe_saved(tessera_moe_desc const* desc, size_t* x_byte
 TESSERA_C_API int tessera_moe_saved_scales(tessera_moe_desc const* desc, size_t* x_scale_bytes,
                                            size_t* h_scale_bytes) {
   return finish(saved_scales(desc, x_scale_bytes, h_scale_bytes));
+}
+TESSERA_C_API int tessera_quantise_weights(tessera_context const* context,
+                                           tessera_moe_desc const* desc,
+                                           tessera_expert_weights const* weights,
+                                           tessera_weight_codes const* out, void* stream) {
+  return finish(quantise_weights(context, desc, weights, out, stream));
 }
 TESSERA_C_API int tessera_moe_forward(tessera_context const* context, tessera_moe_desc const* desc,
                                       tessera_forward_args const* args, void* stream) {

@@ -250,6 +250,11 @@ Status check_precision(MoeDesc const& desc) noexcept {
         "pow2_scales with precision %s: it would change nothing, only fp8 reads it; leave it out",
         name);
   }
+  if (desc.weight_codes && desc.precision != Precision::fp8) {
+    return Status::invalid(
+        "weight_codes with precision %s: only layers of fp8 read codes of weights; leave it out",
+        name);
+  }
   if (!desc.quantises()) return {};
   if (desc.dtype != DType::bf16) {
     return Status::unsupported("precision=%s with dtype=%s: such layers store bf16; take bf16",

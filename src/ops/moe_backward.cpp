@@ -118,6 +118,7 @@ void ops::visit_tensors(MoeDesc const& desc, MoeBackwardArgs const& args, Pass p
       visitor.contiguous("h", args.h);
     }
     visit_weights(desc, args.weights, visitor);
+    visit_weight_codes(desc, args.weight_codes, false, true, visitor);
     visitor.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
     visitor.optional_output("dscores", args.dscores, DType::fp32, {desc.num_slots()});
     visitor.contiguous("dscores", args.dscores);
@@ -338,7 +339,7 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
   RoutingView const routing = view_tables(desc, args);
   Backward<T> out{{desc, routing, ops::up_matrices<T>(desc, args.weights),
                    ops::down_matrices<T>(desc, args.weights), ops::up_biases<T>(desc, args.weights),
-                   ops::down_biases<T>(args.weights)},
+                   ops::down_biases<T>(args.weights), args.weight_codes},
                   args,
                   {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
   if (desc.overwrite_h && !desc.quantises() && pass != Pass::backward_weights) {

@@ -19,6 +19,7 @@ void ops::visit_tensors(MoeDesc const& desc, MoeForwardArgs const& args, std::si
   visitor.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
   visit_routing_inputs(desc, args, visitor);
   visit_weights(desc, args.weights, visitor);
+  visit_weight_codes(desc, args.weight_codes, true, false, visitor);
   visitor.output("o", args.o, desc.dtype, {s.tokens, s.hidden});
   visitor.optional_output("expert_counts", args.expert_counts, DType::int32, {s.experts});
   visitor.optional_output("topk_counts", args.topk_counts, DType::int32, {s.experts});
@@ -80,7 +81,8 @@ void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs 
                             ops::up_matrices<T>(desc, args.weights),
                             ops::down_matrices<T>(desc, args.weights),
                             ops::up_biases<T>(desc, args.weights),
-                            ops::down_biases<T>(args.weights)};
+                            ops::down_biases<T>(args.weights),
+                            args.weight_codes};
   T* const y = plan.y.in<T>(base);
   if constexpr (std::is_same_v<T, cpu::Bf16>) {
     if (desc.quantises()) {

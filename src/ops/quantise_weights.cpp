@@ -2,6 +2,7 @@
 // quantise_weights: expert weights of any layout to codes that the low-precision GEMMs read
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/low_precision.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/low_precision.hpp"
 #include "ops/support.hpp"
 #include "ops/weights.hpp"
@@ -17,7 +18,7 @@ Status check(Context const& context, MoeDesc const& desc, ExpertWeights const& w
   std::int64_t const experts = desc.shape.experts, d = desc.shape.hidden,
                      n = desc.shape.intermediate, w = desc.up_width();
   MoeDesc without_bias = desc;
-  without_bias.bias = false;
+  without_bias.bias = without_bias.weight_codes = false;
   core::TensorCheck check{context.device()};
   ops::visit_weights(without_bias, {weights.w_up, weights.w_gate, weights.w_down, {}, {}, {}},
                      check);
@@ -141,13 +142,30 @@ void quantise_expert(Context const& context, MoeDesc const& desc, ExpertWeights 
   quantise_part(todo, rule, context.thread_pool());
 }
 
+Status quantise_on_cuda(Context const& context, MoeDesc desc, ExpertWeights const& weights,
+                        ScaleRule rule, QuantisedWeights const& out, Stream stream) noexcept {
+  if (ops::is_mxfp8(rule)) {
+    return Status::unsupported(
+        "rule=%d on cuda: GPUs read weights in blocks of 128, whose rules are fp32 and pow2; take "
+        "one of these, or a context of the CPU",
+        static_cast<int>(rule));
+  }
+  desc.precision = Precision::fp8;
+  desc.pow2_scales = rule == ScaleRule::pow2;
+  TESSERA_TRY(ops::check_supported(context, desc));
+  TESSERA_TRY(check(context, desc, weights, rule, out));
+  return cuda::quantise_weights(*context.cuda(), desc, weights, out, stream);
+}
+
 }  // namespace
 
-Status quantise_weights(Context const& context, MoeDesc const& desc, ExpertWeights const& weights,
-                        ScaleRule rule, QuantisedWeights const& out) noexcept {
-  TESSERA_TRY(ops::check_quantising_device(context));
+Status quantise_weights(Context const& context, MoeDesc const& given, ExpertWeights const& weights,
+                        ScaleRule rule, QuantisedWeights const& out, Stream stream) noexcept {
   TESSERA_TRY(
       ops::check_rule(ops::is_mxfp8(rule) ? QuantiseBlock::row_32 : QuantiseBlock::row_128, rule));
+  MoeDesc desc = given;
+  desc.weight_codes = false;
+  if (context.cuda() != nullptr) return quantise_on_cuda(context, desc, weights, rule, out, stream);
   TESSERA_TRY(ops::check_supported(desc));
   std::int64_t const multiple = ops::is_mxfp8(rule) ? 32 : 128;
   TESSERA_TRY(ops::check_extent("hidden", desc.shape.hidden, multiple));

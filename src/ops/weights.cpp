@@ -6,6 +6,8 @@
 namespace tessera::ops {
 namespace {
 
+constexpr std::int64_t kWeightBlock = 128;  // rows and columns of weights that share a scale
+
 bool transposed(MoeDesc const& desc) noexcept {
   return desc.layout.orientation == WeightOrientation::transposed;
 }
@@ -102,11 +104,38 @@ void visit_weights(MoeDesc const& desc, ExpertWeights const& weights,
   visit_shapes(
       desc,
       [&](int which, std::initializer_list<std::int64_t> shape) {
+        constexpr int kFirstBias = 3;
+        if (desc.weight_codes && which < kFirstBias) {
+          return visitor.absent(kNames[which], *tensors[which], "weight_codes take its place");
+        }
         visitor.input(kNames[which], *tensors[which], desc.dtype, shape);
       },
       [&](int which, char const* reason) {
         visitor.absent(kNames[which], *tensors[which], reason);
       });
+}
+
+void visit_weight_codes(MoeDesc const& desc, WeightCodes const& codes, bool forward, bool backward,
+                        core::TensorVisitor& visitor) noexcept {
+  std::int64_t const e = desc.shape.experts, d = desc.shape.hidden, n = desc.shape.intermediate;
+  std::int64_t const w = desc.up_width(), block = kWeightBlock;
+  auto const add = [&](char const* name, ConstTensor const& tensor, DType dtype, bool is_read,
+                       std::initializer_list<std::int64_t> shape) {
+    if (!desc.weight_codes) {
+      return visitor.absent(name, tensor, "only a desc with weight_codes has codes of weights");
+    }
+    is_read ? visitor.input(name, tensor, dtype, shape)
+            : visitor.optional_input(name, tensor, dtype, shape);
+    visitor.contiguous(name, tensor);
+  };
+  DType const code = DType::fp8_e4m3, scale = DType::fp32;
+  bool const both = forward || backward, again = backward && desc.save == SavePolicy::x;
+  add("weight_codes.up", codes.up, code, forward || again, {e, w, n, d});
+  add("weight_codes.up_scales", codes.up_scales, scale, both, {e, n / block, d / block, w});
+  add("weight_codes.down", codes.down, code, forward, {e, d, n});
+  add("weight_codes.down_scales", codes.down_scales, scale, both, {e, d / block, n / block});
+  add("weight_codes.up_transposed", codes.up_transposed, code, backward, {e, d, w * n});
+  add("weight_codes.down_transposed", codes.down_transposed, code, backward, {e, n, d});
 }
 
 void visit_gradients(MoeDesc const& desc, ExpertGradients const& gradients,

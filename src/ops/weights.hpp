@@ -10,6 +10,9 @@ namespace tessera::ops {
 
 void visit_weights(MoeDesc const& desc, ExpertWeights const& weights,
                    core::TensorVisitor& visitor) noexcept;
+/// Codes that take the place of weights; refused where they do not. `forward`, `backward`: which passes read them.
+void visit_weight_codes(MoeDesc const& desc, WeightCodes const& codes, bool forward, bool backward,
+                        core::TensorVisitor& visitor) noexcept;
 /// Any gradient may be absent; those present are all of core::gradient_dtype.
 void visit_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
                      core::TensorVisitor& visitor) noexcept;

@@ -109,7 +109,7 @@ TEST_F(CAbi, ReadsTheTypeOfTheRouter) {
 
 // Appended last: 0, or a caller that does not know it, means native.
 TEST_F(CAbi, ReadsThePrecision) {
-  EXPECT_EQ(offsetof(tessera_moe_desc, precision) + 8, sizeof(tessera_moe_desc));
+  EXPECT_EQ(offsetof(tessera_moe_desc, precision) + 16, sizeof(tessera_moe_desc));
   size_t x = 1, h = 1;
   ASSERT_EQ(tessera_moe_saved_scales(&desc, &x, &h), TESSERA_OK);
   EXPECT_EQ(x + h, 0u);
@@ -128,8 +128,54 @@ TEST_F(CAbi, ReadsThePrecision) {
   desc.precision = 0;
   expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
                "pow2_scales with precision native");
+  desc.pow2_scales = 0;
+  desc.weight_codes = 1;
+  expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "weight_codes with precision native");
   desc.size = offsetof(tessera_moe_desc, precision);
   EXPECT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
+}
+
+TEST_F(CAbi, MakesCodesOfWeights) {
+  desc.dtype = TESSERA_BF16;
+  desc.hidden = desc.intermediate = 128;
+  desc.experts = desc.top_k = 1;
+  std::vector<uint16_t> const up(2 * 128 * 128, 0x3f80), down(128 * 128, 0x4000);  // 1 and 2
+  std::vector<uint8_t> up8(up.size()), down8(down.size()), turned8(down.size());
+  Floats up_scales(2), down_scales(1);
+  auto const of = [](auto& memory, int dtype, std::initializer_list<int64_t> shape) {
+    tessera_tensor out = {};
+    out.data = const_cast<void*>(static_cast<void const*>(memory.data()));
+    out.dtype = dtype;
+    out.rank = static_cast<int>(shape.size());
+    std::copy(shape.begin(), shape.end(), out.shape);
+    int64_t stride = 1;
+    for (int axis = out.rank - 1; axis >= 0; --axis) {
+      out.stride[axis] = stride;
+      stride *= out.shape[axis];
+    }
+    return out;
+  };
+  tessera_expert_weights weights = {};
+  weights.w_up = of(up, TESSERA_BF16, {1, 256, 128});
+  weights.w_down = of(down, TESSERA_BF16, {1, 128, 128});
+  tessera_weight_codes codes = {};
+  codes.up = of(up8, TESSERA_FP8_E4M3, {1, 2, 128, 128});
+  codes.up_scales = of(up_scales, TESSERA_FP32, {1, 1, 1, 2});
+  codes.down = of(down8, TESSERA_FP8_E4M3, {1, 128, 128});
+  codes.down_scales = of(down_scales, TESSERA_FP32, {1, 1, 1});
+  codes.down_transposed = of(turned8, TESSERA_FP8_E4M3, {1, 128, 128});
+  ASSERT_EQ(tessera_quantise_weights(context, &desc, &weights, &codes, nullptr), TESSERA_OK)
+      << tessera_last_error();
+  EXPECT_EQ(up8, std::vector<uint8_t>(up.size(), 0x7e));  // 448
+  EXPECT_EQ(turned8, std::vector<uint8_t>(down.size(), 0x7e));
+  EXPECT_EQ(up_scales, Floats(2, 1.0f * (1.0f / 448)));
+  EXPECT_EQ(down_scales, Floats(1, 2.0f * (1.0f / 448)));
+  codes.up_scales = {};
+  expect_error(tessera_quantise_weights(context, &desc, &weights, &codes, nullptr),
+               TESSERA_INVALID_ARGUMENT, "up_scales");
+  expect_error(tessera_quantise_weights(context, &desc, &weights, nullptr, nullptr),
+               TESSERA_INVALID_ARGUMENT, "weights or codes: null");
 }
 
 TEST_F(CAbi, LeavesDhInH) {
@@ -336,6 +382,7 @@ TEST_F(CAbi, CopiesEveryTensorOfALayer) {
   using B = tessera_backward_args;
 #define MEMBER(Struct, name) {#name, offsetof(Struct, name)}
 #define WEIGHT(Struct, name) {#name, offsetof(Struct, weights.name)}
+#define CODES(Struct, name) {"weight_codes." #name, offsetof(Struct, weight_codes.name)}
   expect_named(forward,
                {MEMBER(F, x),
                 MEMBER(F, topk_ids),
@@ -360,23 +407,57 @@ TEST_F(CAbi, CopiesEveryTensorOfALayer) {
                 MEMBER(F, token_mask),
                 MEMBER(F, x8),
                 MEMBER(F, x_scale),
-                MEMBER(F, h_scale)},
+                MEMBER(F, h_scale),
+                CODES(F, up),
+                CODES(F, up_scales),
+                CODES(F, down),
+                CODES(F, down_scales),
+                CODES(F, up_transposed),
+                CODES(F, down_transposed)},
                sizeof(uint64_t) + 2 * sizeof(tessera_buffer),
                [&](F const& args) { return tessera_moe_forward(context, &desc, &args, nullptr); });
-  expect_named(
-      backward,
-      {MEMBER(B, d_o),           MEMBER(B, x),           MEMBER(B, h),          MEMBER(B, w_router),
-       MEMBER(B, b_router),      WEIGHT(B, w_up),        WEIGHT(B, w_gate),     WEIGHT(B, w_down),
-       WEIGHT(B, b_up),          WEIGHT(B, b_gate),      WEIGHT(B, b_down),     MEMBER(B, dx),
-       MEMBER(B, dscores),       MEMBER(B, dlogits),     MEMBER(B, dw_up),      MEMBER(B, dw_gate),
-       MEMBER(B, dw_down),       MEMBER(B, db_up),       MEMBER(B, db_gate),    MEMBER(B, db_down),
-       MEMBER(B, dw_router),     MEMBER(B, db_router),   MEMBER(B, dh),         MEMBER(B, a_scaled),
-       MEMBER(B, dlogits_saved), MEMBER(B, aux_dlogits), MEMBER(B, token_mask), MEMBER(B, x8),
-       MEMBER(B, x_scale),       MEMBER(B, h_scale)},
-      2 * sizeof(uint64_t) + 2 * sizeof(tessera_buffer),
-      [&](B const& args) { return tessera_moe_backward(context, &desc, &args, nullptr); });
+  expect_named(backward,
+               {MEMBER(B, d_o),
+                MEMBER(B, x),
+                MEMBER(B, h),
+                MEMBER(B, w_router),
+                MEMBER(B, b_router),
+                WEIGHT(B, w_up),
+                WEIGHT(B, w_gate),
+                WEIGHT(B, w_down),
+                WEIGHT(B, b_up),
+                WEIGHT(B, b_gate),
+                WEIGHT(B, b_down),
+                MEMBER(B, dx),
+                MEMBER(B, dscores),
+                MEMBER(B, dlogits),
+                MEMBER(B, dw_up),
+                MEMBER(B, dw_gate),
+                MEMBER(B, dw_down),
+                MEMBER(B, db_up),
+                MEMBER(B, db_gate),
+                MEMBER(B, db_down),
+                MEMBER(B, dw_router),
+                MEMBER(B, db_router),
+                MEMBER(B, dh),
+                MEMBER(B, a_scaled),
+                MEMBER(B, dlogits_saved),
+                MEMBER(B, aux_dlogits),
+                MEMBER(B, token_mask),
+                MEMBER(B, x8),
+                MEMBER(B, x_scale),
+                MEMBER(B, h_scale),
+                CODES(B, up),
+                CODES(B, up_scales),
+                CODES(B, down),
+                CODES(B, down_scales),
+                CODES(B, up_transposed),
+                CODES(B, down_transposed)},
+               2 * sizeof(uint64_t) + 2 * sizeof(tessera_buffer),
+               [&](B const& args) { return tessera_moe_backward(context, &desc, &args, nullptr); });
 #undef MEMBER
 #undef WEIGHT
+#undef CODES
 }
 
 TEST_F(CAbi, RefusesWithTheTextOfCpp) {

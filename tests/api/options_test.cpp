@@ -51,6 +51,7 @@ std::vector<Option> options() {
       {"precision", [](MoeDesc& d) { d.precision = Precision::mxfp8; }},
       {"precision", [](MoeDesc& d) { d.precision = Precision::automatic; }},
       {"pow2_scales", [](MoeDesc& d) { d.pow2_scales = true; }},
+      {"weight_codes", [](MoeDesc& d) { d.weight_codes = true; }},
       {"router_dtype", [](MoeDesc& d) { d.router_dtype = DType::fp32; }},
       {"router_dtype", [](MoeDesc& d) { d.router_dtype = DType::bf16; }},
       {"variable_experts",
@@ -93,7 +94,7 @@ std::vector<Option> options() {
 [[maybe_unused]] void name_every_field(MoeDesc const& desc) {
   [[maybe_unused]] auto const& [shape, dtype, activation, layout, bias, router, score_position,
                                 save, grouping, column_chunk, ids_dtype, overwrite_h, router_dtype,
-                                precision, pow2_scales] = desc;
+                                precision, pow2_scales, weight_codes] = desc;
   [[maybe_unused]] auto const& [kind, route_scale, normalize_scores, groups, top_groups, round,
                                 tile, seed, step, layer, capacity, replay] = desc.router;
 }

@@ -93,6 +93,7 @@ struct Layer {
   DownMatrices<T const> w_down;
   UpBiases<T const> b_up;
   DownBiases<T const> b_down;
+  WeightCodes weight_codes = {};  ///< with MoeDesc::weight_codes: in place of w_up and w_down
 
   [[nodiscard]] std::int64_t tokens() const noexcept { return desc.shape.tokens; }
   [[nodiscard]] std::int64_t hidden() const noexcept { return desc.shape.hidden; }

@@ -128,10 +128,65 @@ void for_each_column(MoeDesc const& desc, Body&& body) noexcept {
   }
 }
 
+/// Codes of one [rows,width] matrix, and the scales of its blocks of 128 x 128: of a row, or a block of rows, and of a
+/// column the strides in elements.
+struct CodesView {
+  E4m3 const* codes;
+  std::int64_t row_stride, column_stride;
+  float const* scales;
+  std::int64_t scale_row_stride, scale_column_stride;
+};
+
+/// Makes of codes what load_weight() makes of the weights that they were made of.
+void load_codes(CodesView const& from, std::int64_t rows, std::int64_t width, float* out,
+                core::ThreadPool& pool) noexcept {
+  constexpr std::int64_t kBlock = 128;
+  pool.run(
+      rows / kBlock,
+      [&](std::int64_t block, int) {
+        float const* const scales = from.scales + block * from.scale_row_stride;
+        for (std::int64_t r = block * kBlock; r < (block + 1) * kBlock; ++r) {
+          E4m3 const* const codes = from.codes + r * from.row_stride;
+          for (std::int64_t c = 0; c < width; ++c) {
+            out[r * width + c] = to_fp32(codes[c * from.column_stride]) *
+                                 scales[c / kBlock * from.scale_column_stride];
+          }
+        }
+      },
+      rows * width);
+}
+
+/// Gate (part 0) or up of w_up, [n,d], and w_down, [d,n]: forward's codes, or those of the transpose.
+CodesView up_codes(Layer<Bf16> const& layer, std::int64_t expert, std::int64_t part,
+                   bool along_rows) noexcept {
+  WeightCodes const& c = layer.weight_codes;
+  std::int64_t const d = layer.hidden(), n = layer.intermediate(), w = layer.desc.up_width();
+  auto const* const scales =
+      static_cast<float const*>(c.up_scales.data) + expert * (n / 128) * (d / 128) * w + part;
+  auto const* const codes =
+      static_cast<E4m3 const*>(along_rows ? c.up.data : c.up_transposed.data) + expert * w * n * d;
+  if (along_rows) return {codes + part * n * d, d, 1, scales, d / 128 * w, w};
+  return {codes + part * n, 1, w * n, scales, d / 128 * w, w};
+}
+CodesView down_codes(Layer<Bf16> const& layer, std::int64_t expert, bool along_rows) noexcept {
+  WeightCodes const& c = layer.weight_codes;
+  std::int64_t const d = layer.hidden(), n = layer.intermediate();
+  auto const* const scales =
+      static_cast<float const*>(c.down_scales.data) + expert * (d / 128) * (n / 128);
+  auto const* const codes =
+      static_cast<E4m3 const*>(along_rows ? c.down.data : c.down_transposed.data) + expert * d * n;
+  if (along_rows) return {codes, n, 1, scales, n / 128, 1};
+  return {codes, 1, d, scales, n / 128, 1};
+}
+
 void load_up(Layer<Bf16> const& layer, std::int64_t expert, bool along_rows, Expert const& out,
              core::ThreadPool& pool) noexcept {
   std::int64_t const d = layer.hidden(), n = layer.intermediate();
   for (std::int64_t part = 0; part < layer.desc.up_width(); ++part) {
+    if (layer.desc.weight_codes) {
+      load_codes(up_codes(layer, expert, part, along_rows), n, d, out.up + part * n * d, pool);
+      continue;
+    }
     bool const gate = layer.desc.activation.gated() && part == 0;
     load_weight(layer.desc, up_rows<Bf16>(layer.desc, layer.w_up, expert, gate), n, d, along_rows,
                 out.up + part * n * d, pool);
@@ -148,7 +203,11 @@ void load_up(Layer<Bf16> const& layer, std::int64_t expert, bool along_rows, Exp
 void load_down(Layer<Bf16> const& layer, std::int64_t expert, bool along_rows, Expert const& out,
                core::ThreadPool& pool) noexcept {
   std::int64_t const d = layer.hidden(), n = layer.intermediate();
-  load_weight(layer.desc, {layer.w_down.of(expert)}, d, n, along_rows, out.down, pool);
+  if (layer.desc.weight_codes) {
+    load_codes(down_codes(layer, expert, along_rows), d, n, out.down, pool);
+  } else {
+    load_weight(layer.desc, {layer.w_down.of(expert)}, d, n, along_rows, out.down, pool);
+  }
   if (layer.b_down.data == nullptr) return;
   for (std::int64_t c = 0; c < d; ++c) out.b_down[c] = to_fp32(layer.b_down.of(expert)[c]);
 }

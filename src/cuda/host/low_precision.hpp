@@ -57,6 +57,15 @@ struct QuantiseWeightsArguments {
 };
 cudaError_t launch_quantise_weights(QuantiseWeightsArguments const& args, cudaStream_t stream);
 
+/// Scales of weights as those of the transposed codes.
+struct TurnScalesArguments {
+  float const* gmem_scales;  // (E,down,across,halves): of blocks of rows, of columns
+  float* gmem_scales_t;      // (E,across,halves*down)
+  int64_t down, across;
+  int32_t halves, experts;
+};
+cudaError_t launch_turn_scales(TurnScalesArguments const& args, cudaStream_t stream);
+
 /// Contiguous matrices (E,halves,rows,width), half by half.
 inline WeightRows contiguous_half(void const* gmem, int halves, int half, int64_t rows,
                                   int64_t width) noexcept {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantise_rows, quantise_weights: bf16 to e4m3 codes and fp32 scales (docs/numerics.md#fp8-and-mxfp8).
-// dequantise_rows: the way back.
+// turn_scales: scales of weights as those of their transpose. dequantise_rows: the way back.
 // Shapes   x (T,d) in blocks of 1 x 128, scales (T,d/128); w_up, w_down of any layout in blocks of 128 x 128 to codes
 //          (E,2,n,d), (E,d,n) and their transposes, scales (E,n/128,d/128,2), (E,d/128,n/128)
 // Work     bytes: 3 an element (4 with a transpose), and 4 a block; memory bound
@@ -277,6 +277,27 @@ inline cudaError_t launch_quantise_weights_kernel(QuantiseWeightsArguments const
   config.stream = stream;
   return cudaLaunchKernelEx(&config, turns ? quantise_weights<true> : quantise_weights<false>,
                             args);
+}
+
+// A thread for each scale, in the order in which they are written.
+__global__ void __launch_bounds__(kQuantiseThreads)
+    turn_scales(__grid_constant__ TurnScalesArguments const p) {
+  auto const down = uint32_t(p.down), across = uint32_t(p.across), halves = uint32_t(p.halves);
+  uint32_t const to = blockIdx.x * kQuantiseThreads + threadIdx.x;
+  if (to >= uint32_t(p.experts) * across * halves * down) return;
+  uint32_t const block = to % down, half = to / down % halves;
+  uint32_t const column = to / (down * halves) % across, expert = to / (down * halves) / across;
+  p.gmem_scales_t[to] = p.gmem_scales[((expert * down + block) * across + column) * halves + half];
+}
+
+inline cudaError_t launch_turn_scales_kernel(TurnScalesArguments const& args, cudaStream_t stream) {
+  int64_t const scales = args.down * args.across * args.halves * args.experts;
+  if (scales == 0) return cudaSuccess;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned((scales + kQuantiseThreads - 1) / kQuantiseThreads));
+  config.blockDim = dim3(kQuantiseThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, turn_scales, args);
 }
 
 // 16 codes of a block and its scale to 32 bytes of bf16.

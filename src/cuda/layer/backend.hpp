@@ -13,6 +13,7 @@
 #include "tessera/backend.hpp"
 #include "tessera/balance.hpp"
 #include "tessera/grouped_gemm.hpp"
+#include "tessera/low_precision.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/routing.hpp"
 
@@ -70,6 +71,11 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
 Status routing_of_groups(DeviceContext const& device, MoeDesc const& desc,
                          GroupedRoutingArgs const& args, RoutingView const& routing,
                          Stream stream) noexcept;
+
+/// For a desc of precision fp8 without weight_codes. Errors: unsupported where tensors are off 16 bytes.
+Status quantise_weights(DeviceContext const& device, MoeDesc const& desc,
+                        ExpertWeights const& weights, QuantisedWeights const& out,
+                        Stream stream) noexcept;
 
 /// grouped_gemm, for arguments whose ranks, kind and offset type were checked, then whose tensors were.
 Status check_supported(GroupedGemmArgs const& args) noexcept;

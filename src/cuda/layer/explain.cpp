@@ -130,7 +130,9 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
       expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
   if (desc.quantises()) {
     ops.push_back(quantised(work::quantise_rows(desc), kMemoryBound));
-    ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
+    if (!desc.weight_codes) {
+      ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
+    }
     ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
   } else {
     ops.push_back(
@@ -220,13 +222,17 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
   if (codes) {
     bool const h = pass != Pass::backward_weights;
     if (h && desc.save == SavePolicy::x) {
-      ops.push_back(quantised(work::quantise_weights(desc, false), kMemoryBound));
+      if (!desc.weight_codes) {
+        ops.push_back(quantised(work::quantise_weights(desc, false), kMemoryBound));
+      }
       ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
       set_gemm(ops.back(), mean, width, s.hidden);
     }
     if (h) {
       ops.push_back(quantised(work::quantise_rows(desc), std::string("d_o; ") + kMemoryBound));
-      ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
+      if (!desc.weight_codes) {
+        ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
+      }
     }
     if (pass != Pass::backward_input) {
       ops.push_back(quantised(

@@ -4,6 +4,8 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/layer/arguments.hpp"
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/device.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -47,12 +49,26 @@ Status check_weight(char const* name, WeightRows const& w, std::int64_t rows) no
   return refused(name, "a stride of it is no multiple of 16 bytes");
 }
 
-Status check_weights(MoeDesc const& desc, ExpertWeights const& weights, bool down) noexcept {
+Status check_weights(MoeDesc const& desc, ExpertWeights const& weights) noexcept {
   WeightViews const views = weight_views(desc, weights);
   for (WeightRows const& half : views.w_up) {
     if (half.gmem != nullptr) TESSERA_TRY(check_weight("w_up", half, desc.shape.intermediate));
   }
-  return down ? check_weight("w_down", views.w_down, desc.shape.hidden) : Status();
+  return check_weight("w_down", views.w_down, desc.shape.hidden);
+}
+
+/// Codes of weights; absent ones lie at 0.
+template <class AnyCodes>
+Status check_codes(AnyCodes const& codes) noexcept {
+  TESSERA_TRY(check_base("weight_codes.up", codes.up.data));
+  TESSERA_TRY(check_base("weight_codes.down", codes.down.data));
+  TESSERA_TRY(check_base("weight_codes.up_transposed", codes.up_transposed.data));
+  return check_base("weight_codes.down_transposed", codes.down_transposed.data);
+}
+
+Status check_weights(MoeDesc const& desc, ExpertWeights const& weights,
+                     WeightCodes const& codes) noexcept {
+  return desc.weight_codes ? check_codes(codes) : check_weights(desc, weights);
 }
 
 std::int32_t experts_of(MoeDesc const& desc) noexcept {
@@ -112,6 +128,61 @@ void add_quantised_down(MoeDesc const& desc, WeightRows const& w_down, Codes con
                                     .gmem_scales_t = to_transposed.gmem_scales},
                                    stream);
   });
+}
+
+/// w_up, or w_down, along rows as forward reads them: the call's codes, or those that are made into `own`.
+Codes forward_up(MoeDesc const& desc, ExpertWeights const& weights, WeightCodes const& given,
+                 Codes const& own, Sequence& sequence) noexcept {
+  if (desc.weight_codes) return codes_of(given.up, given.up_scales);
+  add_quantised_up(desc, weight_views(desc, weights), own, {}, sequence);
+  return own;
+}
+Codes forward_down(MoeDesc const& desc, ExpertWeights const& weights, WeightCodes const& given,
+                   Codes const& own, Sequence& sequence) noexcept {
+  if (desc.weight_codes) return codes_of(given.down, given.down_scales);
+  add_quantised_down(desc, weight_views(desc, weights).w_down, own, {}, sequence);
+  return own;
+}
+
+/// Their transposes, whose scales the call's codes do not have: these go to `own`.
+Codes with_turned_scales(char const* op, ConstTensor const& codes,
+                         TurnScalesArguments const& scales, Sequence& sequence) noexcept {
+  sequence.add(op, [&](cudaStream_t stream) { return launch_turn_scales(scales, stream); });
+  return {const_cast<void*>(codes.data), scales.gmem_scales_t};
+}
+Codes backward_up(MoeDesc const& desc, MoeBackwardArgs const& args, Codes const& own,
+                  Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  if (!desc.weight_codes) {
+    add_quantised_up(desc, weight_views(desc, args.weights), {}, own, sequence);
+    return own;
+  }
+  return with_turned_scales(
+      "scales of w_up", args.weight_codes.up_transposed,
+      {.gmem_scales = static_cast<float const*>(args.weight_codes.up_scales.data),
+       .gmem_scales_t = own.gmem_scales,
+       .down = s.intermediate / kScaleBlock,
+       .across = s.hidden / kScaleBlock,
+       .halves = static_cast<std::int32_t>(desc.up_width()),
+       .experts = experts_of(desc)},
+      sequence);
+}
+Codes backward_down(MoeDesc const& desc, MoeBackwardArgs const& args, Codes const& own,
+                    Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  if (!desc.weight_codes) {
+    add_quantised_down(desc, weight_views(desc, args.weights).w_down, {}, own, sequence);
+    return own;
+  }
+  return with_turned_scales(
+      "scales of w_down", args.weight_codes.down_transposed,
+      {.gmem_scales = static_cast<float const*>(args.weight_codes.down_scales.data),
+       .gmem_scales_t = own.gmem_scales,
+       .down = s.hidden / kScaleBlock,
+       .across = s.intermediate / kScaleBlock,
+       .halves = 1,
+       .experts = experts_of(desc)},
+      sequence);
 }
 
 /// A [T,d] tensor.
@@ -175,7 +246,7 @@ Status check_quantised(Architecture architecture, MoeDesc const& desc,
   TESSERA_TRY(check_rows("x", matrix_rows(args.x)));
   TESSERA_TRY(check_base("x8", args.x8.data));
   TESSERA_TRY(check_base("h", args.h.data));
-  return check_weights(desc, args.weights, true);
+  return check_weights(desc, args.weights, args.weight_codes);
 }
 
 Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwardArgs const& args,
@@ -187,21 +258,21 @@ Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwa
   TESSERA_TRY(check_base("a_scaled", args.a_scaled.data));
   if (pass == Pass::backward_weights) return {};
   TESSERA_TRY(check_rows("d_o", matrix_rows(args.d_o)));
-  return check_weights(desc, args.weights, true);
+  return check_weights(desc, args.weights, args.weight_codes);
 }
 
 void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
                                ForwardPlan const& plan, std::byte* base, RoutingView const& tables,
                                void* gmem_y, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
-  WeightViews const views = weight_views(desc, args.weights);
   MatrixRows const x = matrix_rows(args.x);
   Codes const x8 = args.x8.present() ? codes_of(args.x8, args.x_scale) : codes_of(plan.x8, base);
-  Codes const h8 = codes_of(args.h, args.h_scale), a8 = codes_of(plan.a8, base),
-              w_up = codes_of(plan.w_up, base), w_down = codes_of(plan.w_down, base);
+  Codes const h8 = codes_of(args.h, args.h_scale), a8 = codes_of(plan.a8, base);
   add_quantised_rows("quantise x", desc, x, x8, sequence);
-  add_quantised_up(desc, views, w_up, {}, sequence);
-  add_quantised_down(desc, views.w_down, w_down, {}, sequence);
+  Codes const w_up =
+      forward_up(desc, args.weights, args.weight_codes, codes_of(plan.w_up, base), sequence);
+  Codes const w_down =
+      forward_down(desc, args.weights, args.weight_codes, codes_of(plan.w_down, base), sequence);
   if (args.h_scale.present()) {  // of rows that no expert has, and of the padding
     sequence.add("h_scale", [&](cudaStream_t stream) {
       std::size_t const bytes = sizeof(float) * static_cast<std::size_t>(args.h_scale.elements());
@@ -230,8 +301,8 @@ void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
 
 void add_h8(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
             std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
-  Codes const w_up = codes_of(plan.w_up, base);
-  add_quantised_up(desc, weight_views(desc, args.weights), w_up, {}, sequence);
+  Codes const w_up =
+      forward_up(desc, args.weights, args.weight_codes, codes_of(plan.w_up, base), sequence);
   add_up_projection(desc, tables, codes_of(args.x8, args.x_scale), w_up, codes_of(plan.h8, base),
                     {}, plan.counters.in(base) + kUpProjectionCounter, sequence);
 }
@@ -241,11 +312,10 @@ void add_quantised_down_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
                               DownProjectionDgradArguments const& like,
                               Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
-  Codes const d_o = codes_of(plan.d_o8, base), w_down_t = codes_of(plan.w_down_t, base),
-              h = h8_of(desc, args, plan, base),
+  Codes const d_o = codes_of(plan.d_o8, base), h = h8_of(desc, args, plan, base),
               dh = args.dx.present() ? dh8_of(desc, args, plan, base) : Codes{};
   add_quantised_rows("quantise d_o", desc, like.d_o, d_o, sequence);
-  add_quantised_down(desc, like.w_down, {}, w_down_t, sequence);
+  Codes const w_down_t = backward_down(desc, args, codes_of(plan.w_down_t, base), sequence);
   if (like.rows == 0) return;
   sequence.add("down_projection_dgrad", [&](cudaStream_t stream) {
     return launch_down_projection_dgrad_e4m3({.gmem_d_o = d_o.gmem_codes,
@@ -277,8 +347,8 @@ void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
                             BackwardPlan const& plan, std::byte* base,
                             UpProjectionDgradArguments const& like, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
-  Codes const w_up_t = codes_of(plan.w_up_t, base), dh = dh8_of(desc, args, plan, base);
-  add_quantised_up(desc, weight_views(desc, args.weights), {}, w_up_t, sequence);
+  Codes const dh = dh8_of(desc, args, plan, base);
+  Codes const w_up_t = backward_up(desc, args, codes_of(plan.w_up_t, base), sequence);
   if (like.rows == 0) return;
   sequence.add("up_projection_dgrad", [&](cudaStream_t stream) {
     return launch_up_projection_dgrad_e4m3({.gmem_dh = dh.gmem_codes,
@@ -294,6 +364,23 @@ void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
                                             .gmem_tile_counter = like.gmem_tile_counter},
                                            sequence.device().sm_count(), stream);
   });
+}
+
+Status quantise_weights(DeviceContext const& device, MoeDesc const& desc,
+                        ExpertWeights const& weights, QuantisedWeights const& out,
+                        Stream stream) noexcept {
+  TESSERA_TRY(check_kernels(device.architecture()));
+  TESSERA_TRY(check_weights(desc, weights));
+  TESSERA_TRY(check_codes(out));
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
+  TESSERA_TRY(guard.status());
+  Sequence sequence(device, stream);
+  WeightViews const views = weight_views(desc, weights);
+  add_quantised_up(desc, views, codes_of(out.up, out.up_scales),
+                   codes_of(out.up_transposed, Tensor{}), sequence);
+  add_quantised_down(desc, views.w_down, codes_of(out.down, out.down_scales),
+                     codes_of(out.down_transposed, Tensor{}), sequence);
+  return sequence.status();
 }
 
 void add_dequantised_x(MoeDesc const& desc, MoeBackwardArgs const& args, void* gmem_x,

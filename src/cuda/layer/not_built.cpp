@@ -37,6 +37,10 @@ Status routing_of_groups(DeviceContext const&, MoeDesc const&, GroupedRoutingArg
                          RoutingView const&, Stream) noexcept {
   return not_built();
 }
+Status quantise_weights(DeviceContext const&, MoeDesc const&, ExpertWeights const&,
+                        QuantisedWeights const&, Stream) noexcept {
+  return not_built();
+}
 std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const&) noexcept { return 0; }
 Status grouped_gemm(DeviceContext const&, GroupedGemmArgs const&, Stream) noexcept {
   return not_built();

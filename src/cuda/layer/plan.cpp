@@ -52,12 +52,12 @@ CodesRegion plan_codes(std::int64_t rows, std::int64_t width, bool is_sorted,
   return out;
 }
 
-/// Codes of `rows` x `width` weights of every expert.
+/// Codes of `rows` x `width` weights of every expert, or their scales alone where the call has codes.
 CodesRegion plan_weight(MoeDesc const& desc, std::int64_t rows, std::int64_t width,
                         core::WorkspacePlan& plan) noexcept {
   std::int64_t const experts = desc.shape.experts;
   CodesRegion out;
-  out.codes = plan.add<std::uint8_t>(experts * rows * width);
+  if (!desc.weight_codes) out.codes = plan.add<std::uint8_t>(experts * rows * width);
   out.scales = plan.add<float>(experts * (rows / kScaleBlock) * (width / kScaleBlock));
   return out;
 }
@@ -105,7 +105,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   bool const quantises = desc.quantises();
   if (quantises) {
     out.a8 = plan_codes(slots, s.intermediate, true, plan);
-    out.w_down = plan_weight(desc, s.hidden, s.intermediate, plan);
+    if (!desc.weight_codes) out.w_down = plan_weight(desc, s.hidden, s.intermediate, plan);
   } else {
     out.a = plan.add<std::uint16_t>(slots * s.intermediate);
   }
@@ -125,7 +125,9 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   out.choice = plan_choice(desc, before_y);
   if (quantises) {  // up_projection_fwd is their last reader
     if (desc.save == SavePolicy::none) out.x8 = plan_codes(s.tokens, s.hidden, false, before_y);
-    out.w_up = plan_weight(desc, desc.up_width() * s.intermediate, s.hidden, before_y);
+    if (!desc.weight_codes) {
+      out.w_up = plan_weight(desc, desc.up_width() * s.intermediate, s.hidden, before_y);
+    }
   }
   out.y = plan.add<std::uint16_t>(slots * column_chunk(desc));
   out.bytes = std::max(plan.bytes(), before_y.bytes());
@@ -186,7 +188,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
       if (!desc.overwrite_h) out.h8 = out.dh8 = plan_codes(slots, width, true, plan);
       plan_codes_of_dgrads(desc, plan, out);
     }
-    if (quantises && desc.save == SavePolicy::x) {
+    if (quantises && desc.save == SavePolicy::x && !desc.weight_codes) {
       before_dgrad = plan;
       out.w_up = plan_weight(desc, width, s.hidden, before_dgrad);
     }

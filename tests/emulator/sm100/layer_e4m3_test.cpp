@@ -67,6 +67,7 @@ class Layer {
     backward.gradients.dw_up = like(forward.weights.w_up);
     backward.gradients.dw_down = like(forward.weights.w_down);
     backward.workspace = memory(workspace(Pass::backward));
+    if (desc.weight_codes) make_codes();
   }
 
   void run() const {
@@ -85,8 +86,37 @@ class Layer {
 
   MoeForwardArgs forward;
   MoeBackwardArgs backward;
+  QuantisedWeights codes;  ///< with MoeDesc::weight_codes
 
  private:
+  // Codes take the place of the weights.
+  void make_codes() {
+    std::int64_t const e = desc_.shape.experts, d = desc_.shape.hidden,
+                       n = desc_.shape.intermediate, w = desc_.up_width();
+    codes.up = output(DType::fp8_e4m3, {e, w, n, d});
+    codes.up_transposed = output(DType::fp8_e4m3, {e, d, w * n});
+    codes.up_scales = output(DType::fp32, {e, n / 128, d / 128, w});
+    codes.down = output(DType::fp8_e4m3, {e, d, n});
+    codes.down_transposed = output(DType::fp8_e4m3, {e, n, d});
+    codes.down_scales = output(DType::fp32, {e, d / 128, n / 128});
+    MoeDesc of_weights = desc_;
+    of_weights.weight_codes = false;
+    Status const made =
+        context_.cuda() == nullptr
+            ? quantise_weights(context_, desc_, forward.weights, scale_rule(desc_), codes)
+            : cuda::quantise_weights(*context_.cuda(), of_weights, forward.weights, codes,
+                                     {.native = &stream_});
+    EXPECT_TRUE(made.ok()) << made.text();
+    EXPECT_EQ(cuda::finish(), "");
+    forward.weight_codes = {.up = codes.up,
+                            .up_scales = codes.up_scales,
+                            .down = codes.down,
+                            .down_scales = codes.down_scales,
+                            .up_transposed = codes.up_transposed,
+                            .down_transposed = codes.down_transposed};
+    backward.weight_codes = forward.weight_codes;
+    forward.weights = backward.weights = {};
+  }
   // On the GPU the backend's calls, which judge no layer.
   [[nodiscard]] Status run_forward() const {
     if (context_.cuda() == nullptr) return moe_forward(context_, desc_, forward);
@@ -257,6 +287,34 @@ TEST_F(LayerE4m3, CodesOfDhOverThoseOfHHaveEqualBits) {
   MoeDesc over = apart;
   over.overwrite_h = true;
   expect_equal_bits(apart, over);
+}
+
+TEST_F(LayerE4m3, CodesOfWeightsHaveEqualBits) {
+  for (SavePolicy const save : {SavePolicy::h, SavePolicy::x}) {
+    MoeDesc quantises = fp8_desc(kCodes);
+    quantises.save = save;
+    if (save == SavePolicy::x) quantises.layout.order = GateUpOrder::interleaved;
+    MoeDesc reads = quantises;
+    reads.weight_codes = true;
+    EXPECT_LT(cuda::workspace_bytes(reads, Pass::forward, 0),
+              cuda::workspace_bytes(quantises, Pass::forward, 0));
+    EXPECT_LT(cuda::workspace_bytes(reads, Pass::backward, 0),
+              cuda::workspace_bytes(quantises, Pass::backward, 0));
+    expect_equal_bits(quantises, reads);
+  }
+}
+
+TEST_F(LayerE4m3, CodesOfWeightsAreTheCpus) {
+  Context const host = context(DeviceKind::cpu), device = context(DeviceKind::cuda);
+  MoeDesc desc = fp8_desc(kCodes);
+  desc.weight_codes = true;
+  desc.layout = {GateUpOrder::up_first, WeightOrientation::transposed};
+  Layer const cpu(host, desc), gpu(device, desc);
+  for (auto const part : {&QuantisedWeights::up, &QuantisedWeights::up_transposed,
+                          &QuantisedWeights::up_scales, &QuantisedWeights::down,
+                          &QuantisedWeights::down_transposed, &QuantisedWeights::down_scales}) {
+    EXPECT_TRUE(equal(cpu.codes.*part, gpu.codes.*part));
+  }
 }
 
 }  // namespace

@@ -41,6 +41,7 @@ NEVER_ON_SMS(launch_up_projection_wgrad, UpProjectionWgradArguments)
 NEVER(launch_dequantise_rows, DequantiseRowsArguments)
 NEVER(launch_quantise_rows, QuantiseRowsArguments)
 NEVER(launch_quantise_weights, QuantiseWeightsArguments)
+NEVER(launch_turn_scales, TurnScalesArguments)
 #endif
 NEVER_ON_SMS(launch_down_projection_dgrad, DownProjectionDgradArguments)
 NEVER_ON_SMS(launch_up_projection_dgrad, UpProjectionDgradArguments)

@@ -76,19 +76,25 @@ def over(a: float | None, b: float | None) -> float | None:
 
 def layer(files: list[Rows]) -> list[list[str]]:
     """The layer's score, (bound + aggregation at copy speed) / time, of the first file; SonicMoE's time over Tessera's
-    on the same layers, of the second, whose times are of passes that the GPU alone decides."""
-    own, beside = files
+    on the same layers, of the second, whose times are of passes that the GPU alone decides. Layers of further files
+    follow the means, which are not theirs."""
+    own, beside, *apart = files
     table = [["configuration (T, d, n, E, K)", "forward ms", "score", "backward ms", "score",
               "score with fp32 main gradients", "SonicMoE, forward ms", "over Tessera", "backward ms", "over Tessera"]]
     scores: list[list[float]] = [[], [], []]
     ratios: dict[str, list[float]] = {"forward": [], "backward": []}
-    for config, shape in own.values("config", "shape", impl="tessera"):
+
+    def cells_of(file: Rows, config: str, shape: tuple, scores: list[list[float]]) -> list[str]:
         cells = [f"{config} {shape}"]
         for found, (what, variant) in zip(scores, (("forward", ""), ("backward", ""), ("backward", "main-grad"))):
-            rows = own.find(config=config, impl="tessera", variant=variant, **{"pass": what})
+            rows = file.find(config=config, impl="tessera", variant=variant, **{"pass": what})
             found.append(statistics.median((row["bound_ms"] + row["aggregate_floor_ms"]) / row["ms"] for row in rows))
             cells += [number(statistics.median(row["ms"] for row in rows))] if not variant else []
             cells.append(f"{found[-1]:.3f}")
+        return cells
+
+    for config, shape in own.values("config", "shape", impl="tessera"):
+        cells = cells_of(own, config, shape, scores)
         for what, found in ratios.items():
             ours, theirs = (beside.ms(config=config, shape=list(shape), impl=impl, **{"pass": what})
                             for impl in ("tessera", "sonicmoe"))
@@ -97,7 +103,10 @@ def layer(files: list[Rows]) -> list[list[str]]:
         table.append(cells)
     means = [f"{statistics.geometric_mean(found):.3f}" for found in scores]
     over_ours = [ratio(statistics.geometric_mean(found)) for found in ratios.values()]
-    return [*table, ["geometric mean", "", means[0], "", means[1], means[2], "", over_ours[0], "", over_ours[1]]]
+    others = [[*cells_of(file, config, shape, [[], [], []]), "", "", "", ""]
+              for file in apart for config, shape in file.values("config", "shape", impl="tessera")]
+    mean = ["geometric mean", "", means[0], "", means[1], means[2], "", over_ours[0], "", over_ours[1]]
+    return [*table, mean, *others]
 
 
 def experts(files: list[Rows]) -> list[list[str]]:

@@ -95,6 +95,13 @@ class PerformanceTablesTest(unittest.TestCase):
         self.assertIn("| OLMoE (4096, 2048, 1024, 64, 8) | 2.00 | 0.950 | 4.00 | 0.475 | 0.380 | 1.10 | 1.10 | 1.00 | "
                       "**0.50** |", text)
         self.assertIn("| geometric mean |  | 0.950 |  | 0.475 | 0.380 |  | 1.10 |  | **0.50** |", text)
+        self.write("current/h200/2026-11-25-apart.json", [
+            row("tessera", 1.9, **bound, **{"pass": "forward"}), row("tessera", 3.8, **bound, **{"pass": "backward"}),
+            row("tessera", 4.0, variant="main-grad", **bound, **{"pass": "backward"})])
+        text = self.written("<!-- table layer current/h200/2026-11-25-layer.json current/h200/2026-11-25-beside.json "
+                            "current/h200/2026-11-25-apart.json -->\n<!-- end -->\n")
+        self.assertIn("| geometric mean |  | 0.950 |  | 0.475 | 0.380 |  | 1.10 |  | **0.50** |\n"
+                      "| OLMoE (4096, 2048, 1024, 64, 8) | 1.90 | 1.000 | 3.80 | 0.500 | 0.475 |  |  |  |  |", text)
 
     def test_markers_come_in_pairs(self):
         for text in (PAGE.replace("<!-- end -->", ""), PAGE + "<!-- end -->\n", PAGE + "<!-- table layer x.json -->\n"):

@@ -70,6 +70,7 @@ class QuantisedLayer {
     backward.gradients.dw_down = like(forward.weights.w_down);
     backward.gradients.dw_router = output(DType::fp32, {s.experts, s.hidden});
     backward.workspace = memory(workspace_bytes(context, desc, Pass::backward).value());
+    if (desc.weight_codes) make_codes();
   }
 
   void run() const {
@@ -86,8 +87,30 @@ class QuantisedLayer {
 
   MoeForwardArgs forward;
   MoeBackwardArgs backward;
+  QuantisedWeights codes;  // with MoeDesc::weight_codes
 
  private:
+  // Codes take the place of the weights.
+  void make_codes() {
+    int64_t const e = desc_.shape.experts, d = desc_.shape.hidden, n = desc_.shape.intermediate,
+                  w = desc_.up_width();
+    codes.up = output(DType::fp8_e4m3, {e, w, n, d});
+    codes.up_transposed = output(DType::fp8_e4m3, {e, d, w * n});
+    codes.up_scales = output(DType::fp32, {e, n / 128, d / 128, w});
+    codes.down = output(DType::fp8_e4m3, {e, d, n});
+    codes.down_transposed = output(DType::fp8_e4m3, {e, n, d});
+    codes.down_scales = output(DType::fp32, {e, d / 128, n / 128});
+    EXPECT_OK(quantise_weights(context_, desc_, forward.weights, scale_rule(desc_), codes));
+    wait();
+    forward.weight_codes = {.up = codes.up,
+                            .up_scales = codes.up_scales,
+                            .down = codes.down,
+                            .down_scales = codes.down_scales,
+                            .up_transposed = codes.up_transposed,
+                            .down_transposed = codes.down_transposed};
+    backward.weight_codes = forward.weight_codes;
+    forward.weights = backward.weights = {};
+  }
   Buffer memory(size_t bytes) {
     return {buffers_.emplace_back(std::make_unique<ManagedBuffer>(bytes))->data(), bytes};
   }
@@ -254,6 +277,31 @@ void h_made_again_has_equal_bits(Context const& context) {
   }
 }
 
+// Codes of weights are the CPU's, and a layer that reads them has the bits of one that quantises.
+void codes_of_weights_have_equal_bits(Context const& context) {
+  Context const host = std::move(Context::create()).value();
+  for (auto const orientation : {WeightOrientation::rows, WeightOrientation::transposed}) {
+    MoeDesc desc =
+        fp8_desc({.tokens = 300, .hidden = 512, .intermediate = 256, .experts = 8, .top_k = 2});
+    desc.layout.orientation = orientation;
+    if (orientation == WeightOrientation::transposed) desc.save = SavePolicy::x;
+    QuantisedLayer const quantises(context, desc);
+    desc.weight_codes = true;
+    QuantisedLayer const reads(context, desc), cpu(host, desc);
+    for (auto const part : {&QuantisedWeights::up, &QuantisedWeights::up_transposed,
+                            &QuantisedWeights::up_scales, &QuantisedWeights::down,
+                            &QuantisedWeights::down_transposed, &QuantisedWeights::down_scales}) {
+      EXPECT(equal(reads.codes.*part, cpu.codes.*part));
+    }
+    quantises.run();
+    reads.run();
+    EXPECT(equal(quantises.forward.o, reads.forward.o));
+    EXPECT(equal(quantises.backward.dx, reads.backward.dx));
+    EXPECT(equal(quantises.backward.gradients.dw_up, reads.backward.gradients.dw_up));
+    EXPECT(equal(quantises.backward.gradients.dw_down, reads.backward.gradients.dw_down));
+  }
+}
+
 // The same tensor, 8 bytes further.
 template <class AnyTensor>
 AnyTensor moved(AnyTensor t) {
@@ -292,6 +340,7 @@ int run(Context const& context) {
   };
   for (Test const& test :
        {Test{"equals the CPU", equals_the_cpu}, Test{"h made again", h_made_again_has_equal_bits},
+        Test{"weight codes", codes_of_weights_have_equal_bits},
         Test{"refusals", refusals_name_their_reason}}) {
     int const before = failures;
     test.body(context);

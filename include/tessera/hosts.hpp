@@ -144,8 +144,8 @@ class TESSERA_EXPORT HostsExperts {
   HostsExperts& operator=(HostsExperts&&) noexcept;
   ~HostsExperts();
 
-  /// Enqueues a pass. With all_rows a pass can be captured into a graph. On an error the pass is void, and where it
-  /// says that a rank did not come, all objects have to be made anew.
+  /// Enqueues a pass. A forward pass that is `counted` cannot be captured into a graph, which is refused. On an error
+  /// the pass is void, and where it says that a rank did not come, all objects have to be made anew.
   Status forward(HostsForwardArgs const& args, Stream stream = {}) noexcept;
   Status backward(HostsBackwardArgs const& args, Stream stream = {}) noexcept;
 

@@ -2,11 +2,12 @@
 // One rank of experts over several hosts, from C++: tests/python/cuda_several_hosts_test.py starts one of these for
 // each GPU, in hosts that they pretend, and compares what it writes with what Python has made of the same tensors.
 //
-//   cuda_hosts_program FOLDER HOST HOSTS RANK RANKS DEVICE SECONDS [dies|stalls]
+//   cuda_hosts_program FOLDER HOST HOSTS RANK RANKS DEVICE SECONDS [dies|stalls|captured]
 //
 // FOLDER/desc says max_tokens hidden intermediate experts top_k of all hosts, FOLDER/<rank>.<name> are tensors of the
 // rank host*RANKS + rank: tokens, x, topk_ids, topk_weights, d_o, w_up, w_down; results go to
-// FOLDER/<rank>.<exchange>.<name>. With the last argument this rank is lost after its first pass.
+// FOLDER/<rank>.<exchange>.<name>. With dies or stalls the last host is lost after a first pass; with
+// captured a pass is captured and replayed.
 #include <cuda_runtime.h>
 #include <unistd.h>
 
@@ -32,7 +33,7 @@ using namespace examples;
 using namespace tessera;
 
 struct Arguments {
-  std::string folder, lost;
+  std::string folder, then;
   HostPlace place;
   int ranks, device;
   double seconds;
@@ -114,6 +115,55 @@ void report_loss(HostsExperts& experts, HostsForwardArgs const& args,
   _exit(0);  // the others are lost, too
 }
 
+// Replays of a captured pass on x and on -x, which stands in its place then.
+void run_captured(HostsExperts& experts, HostsForwardArgs args, Tensor const& x) {
+  args.saved = nullptr;
+  std::size_t const bytes = 2 * static_cast<std::size_t>(x.elements());
+  auto const results = [&] {
+    std::vector<char> o(bytes);
+    require(cudaDeviceSynchronize());
+    require(cudaMemcpy(o.data(), args.o.data, bytes, cudaMemcpyDefault));
+    require(cudaMemset(args.o.data, 0xff, bytes));
+    return o;
+  };
+  std::vector<char> const first_x = [&] {
+    std::vector<char> copy(bytes);
+    require(cudaMemcpy(copy.data(), x.data, bytes, cudaMemcpyDefault));
+    return copy;
+  }();
+  std::vector<char> other_x = first_x;
+  for (std::size_t i = 1; i < bytes; i += 2) other_x[i] = static_cast<char>(other_x[i] ^ 0x80);
+  auto const set_x = [&](std::vector<char> const& values) {
+    require(cudaMemcpy(x.data, values.data(), bytes, cudaMemcpyDefault));
+  };
+  std::vector<std::vector<char>> wanted;
+  cudaStream_t stream = nullptr;
+  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (auto const& values : {first_x, other_x}) {
+    set_x(values);
+    require(experts.forward(args, {stream}));
+    wanted.push_back(results());
+  }
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t made = nullptr;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  Status const captured = experts.forward(args, {stream});
+  require(cudaStreamEndCapture(stream, &graph));
+  require(captured);
+  require(cudaGraphInstantiate(&made, graph, 0));
+  for (int i : {0, 1, 0}) {
+    set_x(i == 0 ? first_x : other_x);
+    require(cudaGraphLaunch(made, stream));
+    if (results() != wanted[static_cast<std::size_t>(i)]) {
+      throw std::runtime_error("a captured pass has other bits");
+    }
+  }
+  require(cudaGraphExecDestroy(made));
+  require(cudaGraphDestroy(graph));
+  require(experts.check());
+  std::printf("captured: the same bits\n");
+}
+
 void run(Arguments const& a) {
   require(cudaSetDevice(a.device));
   std::ifstream file(a.folder + "/desc");
@@ -172,10 +222,17 @@ void run(Arguments const& a) {
                                       .saved = &saved};
     require(session.forward(forward));
     require(cudaDeviceSynchronize());
-    if (!a.lost.empty()) {
+    if (a.then == "captured") {
+      run_captured(session, forward, x);
+      require(session.rail().close());
+      made.reset();
+      require(window.close());
+      return;
+    }
+    if (!a.then.empty()) {
       if (a.place.host + 1 == a.place.hosts) {
         // What it has sent has come when it dies.
-        double const seconds = a.lost == "stalls" ? a.seconds + 16 : 1;
+        double const seconds = a.then == "stalls" ? a.seconds + 16 : 1;
         std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
         _exit(0);
       }
@@ -218,14 +275,15 @@ void run(Arguments const& a) {
 
 int main(int argc, char** argv) {
   if (argc < 8 || argc > 9) {
-    std::fprintf(stderr, "usage: %s FOLDER HOST HOSTS RANK RANKS DEVICE SECONDS [dies|stalls]\n",
+    std::fprintf(stderr,
+                 "usage: %s FOLDER HOST HOSTS RANK RANKS DEVICE SECONDS [dies|stalls|captured]\n",
                  argv[0]);
     return 2;
   }
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   try {
     run({.folder = argv[1],
-         .lost = argc > 8 ? argv[8] : "",
+         .then = argc > 8 ? argv[8] : "",
          .place = {std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4])},
          .ranks = std::atoi(argv[5]),
          .device = std::atoi(argv[6]),

@@ -184,6 +184,31 @@ TEST_F(HostsTest, HostsThatDiffer) {
   }
 }
 
+TEST_F(HostsTest, ACountedPassIsNotCaptured) {
+  NcclUniqueId const id = make_id();
+  std::unique_ptr<Rail> rails[2];
+  std::thread joining([&] { rails[1] = open({1, 2, 0}, id, 0.5).value(); });
+  rails[0] = open({0, 2, 0}, id, 0.5).value();
+  joining.join();
+  RotationShape const shape = {
+      .hosts = 2, .max_tokens = 4, .hidden = 8, .top_k = 1, .experts = 2, .counted = true};
+  std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes());
+  Rotation rotation(shape, *rails[0], workspace.data(), kStream);
+  Problem const problem = make_problem(2, 1, {1, 1}, Routing::random);
+  SharedHost host(problem, 0);
+  InnerRank inner(host, 0);
+  Queue queue;
+  std::array<std::int64_t, kMaxHosts> out = {}, in = {};
+  all_capture = true;
+  Status const status =
+      rotation.forward({.gmem_saved = workspace.data()}, {out.data(), in.data()}, inner, {&queue});
+  all_capture = false;
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_NE(std::string(status.text()).find("exchange=counted: "), std::string::npos);
+  EXPECT_EQ(rails[0]->sent()[1], 0);
+  for (auto& rail : rails) EXPECT_TRUE(rail->close().ok());
+}
+
 TEST_F(HostsTest, TimeAheadOfAWaitDoesNotCount) {
   NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];

@@ -268,6 +268,14 @@ class PretendedHosts(unittest.TestCase):
             self.assertTrue(wanted.numel() == 0 or wanted.abs().max() > 0, name)
             self.assertTrue(torch.equal(got, wanted), name)
 
+    def test_a_captured_pass_from_cpp(self):
+        case = Case((300, 170, 0, 260)[:RANKS], **SIZES)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(RANKS):
+                write_for_cpp(pathlib.Path(folder), case, rank)
+            for said in self.run_cpp(pathlib.Path(folder), "captured", debug="WARN"):
+                self.assertIn("captured: the same bits\n", said)
+
     def test_ranks_from_cpp_that_are_lost(self):
         case = Case((300, 170, 0, 260)[:RANKS], **SIZES)
         for how in ("dies", "stalls"):

@@ -114,6 +114,13 @@ Status Rotation::count(Forward const& args, HostRows rows, SavedRegions const& s
                        Stream stream) noexcept {
   for (std::int32_t h = 0; h < shape_.hosts; ++h) rows.out[h] = rows.in[h] = shape_.max_tokens;
   if (!shape_.counted || shape_.hosts == 1) return {};
+  auto const captures = calls_.captures(stream);
+  if (!captures.ok()) return captures.status();
+  if (captures.value()) {
+    return Status::invalid(
+        "exchange=counted: the host reads numbers of rows, which cannot be captured into a graph; "
+        "make the objects with HostExchange::all_rows");
+  }
   std::byte* const memory = core::WorkspacePlan::align(args.gmem_saved);
   std::int64_t* const counts = regions_.counts.in(base_);
   TESSERA_TRY(calls_.choose({.gmem_topk_ids = args.gmem_topk_ids,

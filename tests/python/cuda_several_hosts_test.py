@@ -5,6 +5,8 @@ of its transports, and what is said where a rank dies or stalls. Needs two GPUs;
     torchrun --nproc-per-node 2 cuda_several_hosts_test.py    runs the ranks alone, as the first test does.
 """
 
+import contextlib
+import importlib.util
 import itertools
 import os
 import pathlib
@@ -222,6 +224,13 @@ class PretendedHosts(unittest.TestCase):
         if RANKS > HOSTS:  # within a host GPUs still address each other
             self.assertRegex(said, "via P2P")
 
+    def library_path(self) -> dict:
+        """Where the dynamic linker finds torch's own NCCL, too."""
+        folders = [os.environ.get("LD_LIBRARY_PATH", "")]
+        with contextlib.suppress(ModuleNotFoundError):
+            folders += [f"{place}/lib" for place in importlib.util.find_spec("nvidia.nccl").submodule_search_locations]
+        return {"LD_LIBRARY_PATH": ":".join([folder for folder in folders if folder])}
+
     def run_cpp(self, folder: pathlib.Path, *more: str, debug: str = "INFO") -> list[str]:
         """What each rank says, ranks being programs in C++."""
         folders = [pathlib.Path(os.environ[name]).resolve().parents[up] / below for name, up, below in
@@ -231,8 +240,8 @@ class PretendedHosts(unittest.TestCase):
         started = [subprocess.Popen(
             [str(program), str(folder), str(rank // local), str(HOSTS), str(rank % local), str(local), str(rank),
              str(SECONDS), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **ENVIRONMENT, "NCCL_HOSTID": f"host{rank // local}", "NCCL_DEBUG": debug,
-                 "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}) for rank in range(RANKS)]
+            env={**os.environ, **ENVIRONMENT, **self.library_path(), "NCCL_HOSTID": f"host{rank // local}",
+                 "NCCL_DEBUG": debug, "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}) for rank in range(RANKS)]
         said = [process.communicate(timeout=120) for process in started]
         for process, (out, errors) in zip(started, said, strict=True):
             self.assertEqual(process.returncode, 0, out[-2000:] + errors[-4000:])

@@ -64,7 +64,8 @@ PeerGroupId agree(Arguments const& a, std::string const& name, bool first) {
     std::filesystem::rename(path + ".part", path);
     return id;
   }
-  while (!std::filesystem::exists(path)) {
+  for (int waited = 0; !std::filesystem::exists(path); ++waited) {
+    if (waited == 3000) throw std::runtime_error("the first rank has made no " + path);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   std::vector<char> const bytes = read_file(path);

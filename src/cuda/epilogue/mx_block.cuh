@@ -5,7 +5,7 @@
 
 #include "../arch/approx_math.cuh"
 #include "../arch/convert_e4m3.cuh"
-#include "../arch/warp.cuh"
+#include "../arch/shared_address.cuh"
 #include "core/fp8.hpp"
 
 namespace tessera::cuda::gemm {

@@ -1,20 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
-// MXFP8 on sm_100a: the GEMMs that read and write e4m3 with a scale e8m0 for every 32 elements along k
-// (docs/numerics.md#fp8-and-mxfp8). Host side: the calls' arguments and launchers. Rows have their scales beside each
-// other, ScaleLayout::matrix; weights, along the k of the GEMM, in ScaleLayout::atoms as quantise_weights() gives them.
-// Tensors are aligned to 16 bytes. Compiled and emulated, never run on hardware.
+// MXFP8 on sm_100a: the quantisers, and the GEMMs that read and write e4m3 with a scale e8m0 for every 32 elements
+// along k (docs/numerics.md#fp8-and-mxfp8). Host side: the calls' arguments and launchers. Rows have their scales
+// beside each other, ScaleLayout::matrix; weights, along the k of the GEMM, in ScaleLayout::atoms as quantise_weights()
+// gives them. Tensors are aligned to 16 bytes. Compiled and emulated, never run on hardware.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "projection.hpp"
 #include "tessera/low_precision.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {
 
 constexpr int64_t kMxTile = 128;  // d and n are multiples of it
+
+/// Codes and scales of x: those of tessera::quantise() with QuantiseBlock::row_32, ScaleRule::rceil and
+/// ScaleLayout::matrix, byte for byte.
+struct QuantiseRowsMxfp8Arguments {
+  void const* gmem_x;   // (rows,width) bf16
+  int64_t rows, width;  // width: a multiple of 128
+  int64_t pitch;        // elements from row to row, a multiple of 8
+  void* gmem_codes;     // (rows,width) e4m3
+  void* gmem_scales;    // (rows,width/32) e8m0
+};
+cudaError_t launch_quantise_rows_mxfp8(QuantiseRowsMxfp8Arguments const& args, cudaStream_t stream);
+
+/// The way back: codes times scales, rounded to bf16, as tessera::dequantise() gives them.
+struct DequantiseRowsMxfp8Arguments {
+  void const* gmem_codes;   // (rows,width) e4m3
+  void const* gmem_scales;  // (rows,width/32) e8m0
+  int64_t rows, width;      // width: a multiple of 128
+  void* gmem_values;        // (rows,width) bf16
+};
+cudaError_t launch_dequantise_rows_mxfp8(DequantiseRowsMxfp8Arguments const& args,
+                                         cudaStream_t stream);
+
+/// Weights in both orientations, of the same values, as tessera::quantise_weights() gives those of either projection.
+struct QuantiseWeightsMxfp8Arguments {
+  /// gate and up, or the one matrix: `rows` rows of `width`. What is contiguous in memory has whole 16 bytes.
+  WeightRows w[2];
+  int64_t rows, width;  // multiples of 128; up: n, d; down: d, n
+  int32_t halves;       // matrices of an expert; up: 2, down: 1
+  int32_t experts;      // E
+  void*
+      gmem_codes;  // (E,halves,rows,width) e4m3, in blocks along width; null: not made, as are those below
+  void* gmem_scales;    // (E,halves,scale_atom_bytes(rows, width/32))
+  void* gmem_codes_t;   // (E,width,halves*rows), in blocks along rows
+  void* gmem_scales_t;  // (E,scale_atom_bytes(width, halves*rows/32))
+};
+cudaError_t launch_quantise_weights_mxfp8(QuantiseWeightsMxfp8Arguments const& args,
+                                          cudaStream_t stream);
 
 /// hb_r = rnd(x8[gather_index[r]] w8_up[e]^T) of the dequantised operands, a_r = act(hb_r), for rows r of expert e; h
 /// is [gate half | up half]. Out: codes of hb and of a before it is rounded. An output that is null is not stored.

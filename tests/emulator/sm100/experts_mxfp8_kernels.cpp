@@ -4,5 +4,6 @@
 #include "cuda/instances/sm100/down_projection_dgrad_mxfp8.cu"
 #include "cuda/instances/sm100/down_projection_fwd_mxfp8.cu"
 #include "cuda/instances/sm100/projection_wgrad.cu"
+#include "cuda/instances/sm100/quantise_mxfp8.cu"
 #include "cuda/instances/sm100/up_projection_dgrad_mxfp8.cu"
 #include "cuda/instances/sm100/up_projection_fwd_mxfp8.cu"

@@ -222,6 +222,8 @@ MUTANTS = [
      "WeightRows const& w = p.w[half];", "WeightRows const& w = p.w[0];", "FAILED  ] Quantise"),
     ("codes of up lie over those of gate in the transpose", "cuda/kernels/quantise.cuh",
      "* turned_pitch + half * p.rows +", "* turned_pitch +", "FAILED  ] Quantise"),
+    ("up has gate's scale in the transpose of codes that were handed in", "cuda/kernels/quantise.cuh",
+     "across + column) * halves + half];", "across + column) * halves + 0 * half];", "FAILED  ] Quantise"),
     ("bf16 of codes have the scale of the next block", "cuda/kernels/quantise.cuh",
      "share / (kScaleBlock / kWideShare);", "share / (kScaleBlock / kWideShare) + 1;", "FAILED  ] Quantise"),
     ("a row that no expert has becomes bf16", "cuda/kernels/quantise.cuh",

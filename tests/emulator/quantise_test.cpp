@@ -213,6 +213,36 @@ void check_weights(WeightCase const& c) {
   }
 }
 
+TEST(Quantise, TurnedScalesAreThoseOfTheTranspose) {
+  constexpr int kExperts = 3, kDown = 2, kAcross = 5;
+  for (int const halves : {1, 2}) {
+    std::int64_t const count = kExperts * kDown * kAcross * halves;
+    Memory<float> scales(count), turned(count + 1);
+    for (std::int64_t i = 0; i < count; ++i) scales[i] = static_cast<float>(i);
+    ASSERT_EQ(launch_turn_scales_kernel({.gmem_scales = scales.get(),
+                                         .gmem_scales_t = turned.get(),
+                                         .down = kDown,
+                                         .across = kAcross,
+                                         .halves = halves,
+                                         .experts = kExperts},
+                                        nullptr),
+              cudaSuccess);
+    ASSERT_EQ(emulator::run({.seed = 5}), "");
+    std::int64_t next = 0;
+    for (int e = 0; e < kExperts; ++e) {
+      for (int column = 0; column < kAcross; ++column) {
+        for (int half = 0; half < halves; ++half) {
+          for (int row = 0; row < kDown; ++row) {
+            EXPECT_EQ(turned[next++],
+                      scales[((e * kDown + row) * kAcross + column) * halves + half]);
+          }
+        }
+      }
+    }
+    EXPECT_NE(turned[count], turned[count]);  // not written
+  }
+}
+
 TEST(Quantise, WeightsOfTheUpProjection) {
   check_weights({2, 2 * kBlock, kBlock, false, Layout::rows, true, false});
 }

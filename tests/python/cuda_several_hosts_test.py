@@ -36,6 +36,7 @@ SECONDS = 3  # that they wait for it
 LEAVES_IN = "TESSERA_TEST_LEAVES_IN"
 CPP_CASES = ({"routing": "random"}, {"routing": "zipf"}, {"routing": "sentinels"})
 WEIGHTS = ("w_up", "w_down")
+DESCRIPTION_BYTES = 128  # that HostsExperts::create sends to each other host
 
 
 def one_pass(case: Case, experts, rank: int, device) -> dict:
@@ -272,7 +273,8 @@ class PretendedHosts(unittest.TestCase):
                     self.assertRegex(log, "via P2P")
 
     def check_cpp_rank(self, folder: pathlib.Path, case: Case, rank: int, exchange: str, said: str):
-        sent = " ".join([str(count) for count in bytes_expected(case, HOSTS, exchange)[rank]])
+        sent = " ".join([str(count + DESCRIPTION_BYTES if count else 0)
+                         for count in bytes_expected(case, HOSTS, exchange)[rank]])
         self.assertIn(f"{exchange} sent {sent}\n", said)
         for name, wanted in torch.load(folder / f"{rank}.python").items():
             made = bytearray((folder / f"{rank}.{exchange}.{name}").read_bytes())

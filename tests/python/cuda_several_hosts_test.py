@@ -273,9 +273,6 @@ class PretendedHosts(unittest.TestCase):
                     self.assertRegex(log, "via P2P")
 
     def check_cpp_rank(self, folder: pathlib.Path, case: Case, rank: int, exchange: str, said: str):
-        sent = " ".join([str(count + DESCRIPTION_BYTES if count else 0)
-                         for count in bytes_expected(case, HOSTS, exchange)[rank]])
-        self.assertIn(f"{exchange} sent {sent}\n", said)
         for name, wanted in torch.load(folder / f"{rank}.python").items():
             made = bytearray((folder / f"{rank}.{exchange}.{name}").read_bytes())
             dtype = torch.float32 if name in (*WEIGHTS, "topk_weights") else torch.bfloat16
@@ -283,6 +280,9 @@ class PretendedHosts(unittest.TestCase):
             got = got.view(wanted.shape).to(wanted.dtype)  # Python rounds gradients of weights
             self.assertTrue(wanted.numel() == 0 or wanted.abs().max() > 0, name)
             self.assertTrue(torch.equal(got, wanted), name)
+        sent = " ".join([str(count + DESCRIPTION_BYTES if count else 0)
+                         for count in bytes_expected(case, HOSTS, exchange)[rank]])
+        self.assertIn(f"{exchange} sent {sent}\n", said)
 
     def test_a_captured_pass_from_cpp(self):
         case = Case((300, 170, 0, 260)[:RANKS], **SIZES)

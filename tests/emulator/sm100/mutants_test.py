@@ -250,6 +250,11 @@ MUTANTS = [
      "if (stage != 0 || is_first) arch::tcgen05_cp_scales<kCtas>(b_scales, atom(smem.b_scales[stage]));", WRONG,
      MX_TURN),
     ("B has the scales of A", SCALED_LOOP, "atom(smem.b_scales[stage])", "atom(smem.a_scales[stage])", WRONG, MX_ALL),
+    ("stages are filled again before they are free", "cuda/gemm/produce/gather.cuh",
+     "wait_empty<kGemm>(smem, state);", "", "that cp.async wrote", MX_TURN),
+    ("a stage is freed by an arrival in the place of a commit", LOOP,
+     "arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);",
+     "arch::mbarrier_arrive(&smem.empty[state.stage]);", "that cp.async wrote", MX_TURN),
     # MXFP8: scales in shared memory
     ("an atom has the scales of a row behind those of the row before", SCALED_GATHER, "m % 32 * 16 + m / 32 * 4",
      "m * 4", WRONG, MX_ALL),

@@ -16,9 +16,6 @@
 
 namespace tessera::expert_parallel::hosts {
 
-inline StreamCalls const kStream = fake_stream_calls();
-inline DeviceCalls const kDevice = fake_device_calls();
-
 inline std::vector<Bits> draw(std::int64_t count, std::mt19937& random) {
   std::normal_distribution<float> normal;
   std::vector<Bits> values(static_cast<std::size_t>(count));

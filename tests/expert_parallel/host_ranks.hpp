@@ -168,6 +168,9 @@ inline DeviceCalls fake_device_calls() {
   return calls;
 }
 
+inline StreamCalls const kStream = fake_stream_calls();
+inline DeviceCalls const kDevice = fake_device_calls();
+
 inline FakeMessages& messages_of_nccl() {
   void* const library = dlopen(FAKE_NCCL_PATH, RTLD_NOW);
   return *reinterpret_cast<FakeMessages* (*)()>(dlsym(library, "fake_messages"))();

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of several_hosts_test.py: calls that experts of one host take, of experts over two hosts. Rows that lie apart,
-bounds of rows, gradients of some tensors alone, two backward passes, autocast, and compiled code."""
+bounds of rows, gradients of some tensors alone, two backward passes, autocast, and compiled code; and passes from C++.
+"""
 
+import dataclasses
+import os
+import pathlib
+import subprocess
+import tempfile
 import unittest
 
 import ranks
 import torch
 import torch._dynamo  # in every fork where it is not there
-from several_hosts_cases import LEAVES, Case, forward, one_pass
+from several_hosts_cases import LEAVES, Case, bytes_expected, forward, one_pass, together
 
 CASE = Case((5, 0, 9, 4))
 
@@ -75,7 +81,57 @@ def too_many_rows(rank: int) -> str:
     return ""
 
 
+def built_programs() -> pathlib.Path:
+    """The folder with the programs of the build that is tested."""
+    if "TESSERA_PROGRAM" in os.environ:
+        return pathlib.Path(os.environ["TESSERA_PROGRAM"]).parent
+    return pathlib.Path(os.environ["TESSERA_LIBRARY"]).resolve().parents[1] / "bin"
+
+
+def pass_of(rank: int, case: Case, hosts: int, exchange: str) -> dict:
+    """Results of a pass."""
+    experts = case.make(hosts=hosts, exchange=exchange)
+    results = one_pass(case, experts, rank)
+    experts.close()
+    return results
+
+
+def from_cpp(case: Case, hosts: int, exchange: str) -> tuple[dict, list[list[int]]]:
+    """(results, bytes that each rank sent to each host) of hosts_program.cpp on the tensors of the case."""
+    leaves, ids, d_o = case.tensors()
+    tensors = leaves | {"topk_ids": ids.clamp(-1, case.experts).int(), "d_o": d_o}
+    sizes = (hosts, len(case.tokens) // hosts, int(exchange == "counted"), max(case.tokens) + 1, case.hidden,
+             case.intermediate, case.experts, case.top_k, *case.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(folder)
+        (place / "desc").write_text(" ".join([str(size) for size in sizes]), encoding="ascii")
+        for name, tensor in tensors.items():
+            (place / name).write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        said = subprocess.run([built_programs() / "hosts_program", folder], capture_output=True, text=True, check=True)
+        results = {}
+        for name, file in (("o", "o"), ("x", "dx"), ("topk_weights", "dscores"), ("w_up", "dw_up"),
+                           ("w_down", "dw_down")):
+            dtype = case.dtype if name in ("o", "x") else torch.float32
+            like = leaves["x" if name == "o" else name]
+            results[name] = torch.frombuffer(bytearray((place / file).read_bytes()), dtype=dtype).view(like.shape)
+            results[name] = results[name].to(like.dtype)  # Python rounds gradients of weights
+    return results, [[int(number) for number in line.split()] for line in said.stdout.splitlines()]
+
+
 class Calls(unittest.TestCase):
+    def test_cpp_has_these_bits(self):
+        for tokens, hosts in (((5, 0, 9, 4), 2), ((5, 0, 9, 4), 4), ((3, 4, 0, 6, 2, 5), 3)):
+            for i, routing in enumerate(("random", "zipf", "sentinels")):
+                exchange = ("static", "counted")[(hosts + i) % 2]
+                case = dataclasses.replace(CASE, tokens=tokens, routing=routing, dtype=torch.bfloat16, seed=i)
+                wanted = together(ranks.results(ranks.run(len(tokens), pass_of, case, hosts, exchange)))
+                got, sent = from_cpp(case, hosts, exchange)
+                with self.subTest(case, hosts=hosts, exchange=exchange):
+                    for name, tensor in wanted.items():
+                        self.assertGreater(tensor.float().abs().max().item(), 0, name)
+                        self.assertTrue(torch.equal(got[name], tensor), name)
+                    self.assertEqual(sent, bytes_expected(case, hosts, exchange))
+
     def test_calls_of_one_host(self):
         for exchange in ("static", "counted"):
             for rank, said in enumerate(ranks.results(ranks.run(4, calls, exchange))):

@@ -54,6 +54,10 @@ inline unsigned char* shared_at(uint32_t address) { return emulator::shared_memo
 #define TESSERA_DYNAMIC_SHARED_ARRAY(type, name) \
   auto* const name = reinterpret_cast<type*>(emulator::shared_memory())
 
+// launch_bounds.cuh
+
+#define TESSERA_LAUNCH_BOUNDS(...)
+
 // static_shared.cuh
 
 #define TESSERA_STATIC_SHARED(name, ...)                      \

@@ -22,6 +22,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "../arch/launch_bounds.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/static_shared.cuh"
 #include "../arch/warp.cuh"
@@ -431,7 +432,7 @@ struct SharedToken {
 
 // kHasOwnP: every warp runs through this code once, and of 6200 instructions at 32 values a lane 4000 are p of its own.
 template <class Config, int kLanes, int kValues, bool kHasOwnP, bool kRanks = false>
-__global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
+__global__ void TESSERA_LAUNCH_BOUNDS(Config::kSharedWarps* arch::kWarpThreads)
     route_shared(__grid_constant__ RouteArguments const p) {
   using Token = SharedToken<kLanes, kValues>;
   constexpr int kTokens = arch::kWarpThreads / kLanes;

@@ -16,6 +16,7 @@
 
 #include "../arch/approx_math.cuh"
 #include "../arch/dependent_launch.cuh"
+#include "../arch/launch_bounds.cuh"
 #include "../arch/warp.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
@@ -230,7 +231,7 @@ __host__ __device__ constexpr int warp_floats(int experts) {
 }
 
 template <class Config, int kLanes>
-__global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
+__global__ void TESSERA_LAUNCH_BOUNDS(Config::kWarps* arch::kWarpThreads)
     router_dlogits(__grid_constant__ RouterGradientArguments const params) {
   constexpr int kTokens = arch::kWarpThreads / kLanes;
   RouterDlogitsArguments const& p = params.dlogits;

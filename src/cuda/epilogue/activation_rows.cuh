@@ -14,7 +14,7 @@
 namespace tessera::cuda::gemm {
 
 struct ActivationRowsParams {
-  CUtensorMap h;  // ragged (column, 2 halves, row, end), 64 x 1 x 32 x 1; only if stores_h
+  CUtensorMap h;  // ragged (column, halves, row, end), 64 x 1 x 32 x 1; only if stores_h
   CUtensorMap a;  // ragged (column, 1 half, row, end), 64 x 1 x 32 x 1; only if stores_a
   Bias bias[2];   // of the halves
   Activation activation;
@@ -28,7 +28,8 @@ class ActivationRows {
  public:
   static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = ActivationRowsParams;
-  static_assert(Activation{.kind = kKind}.gated() && Core::kHalves == 2);
+  static constexpr int kHalves = ActivationFunction<kKind>::kGated ? 2 : 1;
+  static_assert(Core::kHalves == kHalves);
 
   __device__ __forceinline__ ActivationRows(typename Core::Storage& smem, Params const& p)
       : p_(p), slabs_(smem) {}
@@ -37,20 +38,22 @@ class ActivationRows {
 
   // The warp's 32 rows, of which `row` is the first; releases the accumulators when all are loaded.
   __device__ __forceinline__ void store(typename Core::Rows& rows, WorkTile const& tile, int row) {
-    int const first = tile.n_tile * Core::kTileN / 2;
-    int const groups = min(Core::kTileN / 2, p_.columns - first + kSlabColumns - 1) / kSlabColumns;
+    constexpr int kTileColumns = Core::kTileN / kHalves;
+    int const first = tile.n_tile * kTileColumns;
+    int const groups = min(kTileColumns, p_.columns - first + kSlabColumns - 1) / kSlabColumns;
     int const ragged_row = p_.ragged_extent + row - tile.end;
     for (int group = 0; group < groups; ++group) {
       int const column = first + group * kSlabColumns;
       if (p_.stores_h) {
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < kHalves; ++half) {
           slabs_.begin();
           TESSERA_UNROLL
           for (int part = 0; part < 2; ++part) {
             uint32_t r[kLoaded];
             rows.load(r, place(group, half, part));
             rows.loaded();
-            if (!p_.stores_a && half == 1 && part == 1 && group == groups - 1) rows.release();
+            bool const is_last = half == kHalves - 1 && part == 1 && group == groups - 1;
+            if (!p_.stores_a && is_last) rows.release();
             add_bias(r, half, tile.segment, column + part * kLoaded);
             TESSERA_UNROLL
             for (int c = 0; c < kLoaded; c += 8) {
@@ -65,13 +68,13 @@ class ActivationRows {
       slabs_.begin();
       TESSERA_UNROLL
       for (int part = 0; part < 2; ++part) {
-        uint32_t gate[kLoaded], up[kLoaded];
+        uint32_t gate[kLoaded], up[kHalves == 2 ? kLoaded : 1];
         rows.load(gate, place(group, 0, part));
-        rows.load(up, place(group, 1, part));
+        if constexpr (kHalves == 2) rows.load(up, place(group, 1, part));
         rows.loaded();
         if (part == 1 && group == groups - 1) rows.release();
         add_bias(gate, 0, tile.segment, column + part * kLoaded);
-        add_bias(up, 1, tile.segment, column + part * kLoaded);
+        if constexpr (kHalves == 2) add_bias(up, 1, tile.segment, column + part * kLoaded);
         TESSERA_UNROLL
         for (int c = 0; c < kLoaded; c += 8) {
           slabs_.put((part * kLoaded + c) / 8,
@@ -89,16 +92,18 @@ class ActivationRows {
   static constexpr int kLoaded = 32;  // columns
 
   __device__ __forceinline__ static int place(int group, int half, int part) {
-    return group * kGroupColumns + half * kSlabColumns + part * kLoaded;
+    return (group * kHalves + half) * kSlabColumns + part * kLoaded;
   }
   __device__ __forceinline__ static uint32_t pair(uint32_t const (&r)[kLoaded], int c) {
     return arch::pack_bf16(__uint_as_float(r[c]), __uint_as_float(r[c + 1]));
   }
   // Two columns of a, from the rounded h.
+  template <int kUp>
   __device__ __forceinline__ uint32_t activated(uint32_t const (&gate)[kLoaded],
-                                                uint32_t const (&up)[kLoaded], int c) const {
+                                                uint32_t const (&up)[kUp], int c) const {
     float2 const g = arch::unpack_bf16(pair(gate, c));
-    float2 const u = arch::unpack_bf16(pair(up, c));
+    float2 u = {};
+    if constexpr (kHalves == 2) u = arch::unpack_bf16(pair(up, c));
     using Function = ActivationFunction<kKind>;
     return arch::pack_bf16(Function::forward(p_.activation, g.x, u.x),
                            Function::forward(p_.activation, g.y, u.y));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the GEMMs of sm_100a, for calls that refuse_sm100() of layer/select.hpp lets pass too. No library has
-// them yet (layer/sm100_not_built.cpp): tests/emulator/sm100 does.
+// Launchers of the GEMMs of sm_100a, for calls that refuse_sm100() of layer/select.hpp lets pass too. A library without
+// them (TESSERA_CUDA_ARCHS) has layer/sm100_not_built.cpp.
 #pragma once
 
 #include "projection.hpp"

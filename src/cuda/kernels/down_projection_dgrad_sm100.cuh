@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // down_projection_dgrad of sm_100a: t = dO[gather_index] @ w_down[e] stays in tensor memory; with s the row's score,
 //   ds partial = <t, act(h)>,  dh = J_act(h)^T (s t),  a' = s act(h)
-// Compiled and emulated, never run on hardware; no library has it.
+// Compiled and emulated, never run on hardware.
 // Shapes   dO (T,d) bf16, w_down (E,d,n) in any layout of WeightRows, h and dh (R,w*n) as [gate half | up half], a'
 //          (R,n), ds partials (R, n/128) fp32; w = 2 for gated activations, 1 otherwise
 // Work     2*R*n*d FLOP; bytes: dO T*d..R*d, w_down E*n*d, h w*R*n, dh w*R*n, a' R*n, 2 each

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // down_projection_fwd on sm_100a: y = a @ w_down[e]^T + b_down[e], one row per (token, expert) pair.
-// Compiled and emulated, never run on hardware; no library has it.
+// Compiled and emulated, never run on hardware.
 // Shapes   a (R,n) bf16 in expert order, w_down (E,d,n) in any layout of WeightRows, y (R,d)
 // Work     2*R*n*d FLOP; bytes: a 2*R*n, w_down 2*E*n*d, y 2*R*d
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), 128 rows by one CTA or 256 by a pair; two

@@ -2,7 +2,7 @@
 // down_projection_wgrad and up_projection_wgrad of sm_100a, one kernel: for every expert e and half
 //   dW[half][e](i, c) = sum over rows r of e, ascending, of right[r, half*n + i] * left[gather_index[r], c]
 // dw_down: left = dO, right = a'; dw_up: left = x, right = dh.
-// Compiled and emulated, never run on hardware; no library has it.
+// Compiled and emulated, never run on hardware.
 // Shapes   left (T,d) bf16, right (R,halves*n), dW (E, halves*n x d elements) in any layout of WeightRows, bf16 or
 //          fp32
 // Work     2*halves*R*n*d FLOP; bytes: left 2*T*d..2*R*d, right 2*halves*R*n, dW 2 or 4 times halves*E*n*d, twice

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_fwd on sm_100a: h = x[gather_index] @ w_up[e]^T + b_up[e], a = act(h), for gated activations.
-// Compiled and emulated, never run on hardware; no library has it.
-// Shapes   x (T,d) bf16, w_up (E,2n,d) in any layout of WeightRows, h (R,2n) as [gate half | up half], a (R,n)
-// Work     4*R*n*d FLOP; bytes: x T*d..R*d, w_up 2*E*n*d, h 2*R*n, a R*n, 2 each
+// up_projection_fwd on sm_100a: h = x[gather_index] @ w_up[e]^T + b_up[e], a = act(h).
+// Compiled and emulated, never run on hardware.
+// Shapes   x (T,d) bf16, w_up (E,w*n,d) in any layout of WeightRows, h (R,w*n) as [gate half | up half], a (R,n); w = 2
+//          for gated activations, 1 otherwise
+// Work     2*w*R*n*d FLOP; bytes: x T*d..R*d, w_up w*E*n*d, h w*R*n, a R*n, 2 each
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), 128 rows by one CTA or 256 by a pair; two
 //          accumulators in tensor memory: bias, activation and stores run under the next tile's k loop
 //          (roles and barriers: gemm/sm100/storage.cuh)
@@ -21,28 +22,31 @@
 
 namespace tessera::cuda {
 
+template <ActivationKind kKind>
+constexpr gemm::Halves kHalvesOfUp =
+    Activation{.kind = kKind}.gated() ? gemm::Halves::kAlongRows : gemm::Halves::kOne;
+
 // Rows of x lie in the order of experts.
 template <ActivationKind kKind, gemm::Major kMajor>
 struct UpProjectionFwdSm100 {
   static constexpr ActivationKind activation = kKind;
-  static constexpr gemm::GemmConfig gemm{
-      .consumer_warpgroups = 1, .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows}};
+  static constexpr gemm::GemmConfig gemm{.consumer_warpgroups = 1,
+                                         .b = {.major = kMajor, .halves = kHalvesOfUp<kKind>}};
 };
-// Rows of x are gathered.
+// Rows of x are gathered, or lie in that order as well: without an index.
 template <ActivationKind kKind, gemm::Major kMajor>
 struct UpProjectionFwdSm100Gathered {
   static constexpr ActivationKind activation = kKind;
-  static constexpr gemm::GemmConfig gemm{
-      .consumer_warpgroups = 1,
-      .a = {.loader = gemm::Loader::kGather},
-      .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows}};
+  static constexpr gemm::GemmConfig gemm{.consumer_warpgroups = 1,
+                                         .a = {.loader = gemm::Loader::kGather},
+                                         .b = {.major = kMajor, .halves = kHalvesOfUp<kKind>}};
 };
 template <ActivationKind kKind, gemm::Major kMajor>
 struct UpProjectionFwdSm100Pair {
   static constexpr ActivationKind activation = kKind;
   static constexpr gemm::GemmConfig gemm{.stages = 6,
                                          .consumer_warpgroups = 1,
-                                         .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows},
+                                         .b = {.major = kMajor, .halves = kHalvesOfUp<kKind>},
                                          .cluster = {2, gemm::Sharing::kMulticast}};
 };
 
@@ -52,7 +56,7 @@ struct UpProjectionFwdSm100GatheredPair {
   static constexpr gemm::GemmConfig gemm{.stages = 6,
                                          .consumer_warpgroups = 1,
                                          .a = {.loader = gemm::Loader::kGather},
-                                         .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows},
+                                         .b = {.major = kMajor, .halves = kHalvesOfUp<kKind>},
                                          .cluster = {2, gemm::Sharing::kMulticast}};
 };
 
@@ -75,8 +79,9 @@ template <class Config>
 cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
                                                 UpProjectionFwdArguments const& args) {
   int64_t const n = args.intermediate;
-  bool const gathers = args.gmem_gather_index != nullptr;
-  if (gathers != Config::gemm.gathers() || args.interleaved) return cudaErrorInvalidValue;
+  if (args.gmem_gather_index != nullptr && !Config::gemm.gathers()) return cudaErrorInvalidValue;
+  if (args.interleaved || args.activation.kind != Config::activation) return cudaErrorInvalidValue;
+  constexpr int kHalves = Config::gemm.b_halves();
   if (args.gmem_h == nullptr && args.gmem_a == nullptr) return cudaErrorInvalidValue;
   p = {};
   cudaError_t error =
@@ -93,7 +98,7 @@ cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
   };
   p.epilogue.stores_h = args.gmem_h != nullptr;
   if (p.epilogue.stores_h) {
-    then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, 2, n, args.rows,
+    then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, kHalves, n, args.rows,
                                      gemm::kWarpSlabRows));
   }
   p.epilogue.stores_a = args.gmem_a != nullptr;
@@ -101,7 +106,7 @@ cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
     then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,
                                      gemm::kWarpSlabRows));
   }
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     p.epilogue.bias[half] = {static_cast<gemm::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
   }

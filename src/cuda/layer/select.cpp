@@ -116,11 +116,9 @@ Refusal refuse_wgrad(WgradArguments const& args, char const* left, char const* r
 
 constexpr char kNoSm100[] = "sm_100a: no kernel of this op yet";
 
-Refusal refuse_activation_sm100(Activation const& activation, bool interleaved) noexcept {
-  if (interleaved) return refusal("%s", "interleaved columns: kernels of sm_100a take halves");
-  if (activation.kind == ActivationKind::swiglu) return {};
-  return refusal("activation=%s: kernels of sm_100a have swiglu so far",
-                 name_of(kActivationNames, activation.kind));
+Refusal refuse_interleaved_sm100(bool interleaved) noexcept {
+  if (!interleaved) return {};
+  return refusal("%s", "interleaved columns: kernels of sm_100a take halves");
 }
 
 }  // namespace
@@ -284,14 +282,10 @@ Refusal refuse_sm100(RouterLogitsArguments const&) noexcept { return refusal("%s
 Refusal refuse_sm100(RouterDgradArguments const&) noexcept { return refusal("%s", kNoSm100); }
 Refusal refuse_sm100(RouterWgradArguments const&) noexcept { return refusal("%s", kNoSm100); }
 Refusal refuse_sm100(UpProjectionFwdArguments const& args) noexcept {
-  return refuse_activation_sm100(args.activation, args.interleaved);
+  return refuse_interleaved_sm100(args.interleaved);
 }
 Refusal refuse_sm100(DownProjectionDgradArguments const& args) noexcept {
-  return refuse_activation_sm100(args.activation, args.interleaved);
-}
-Refusal refuse_sm100(UpProjectionDgradArguments const& args) noexcept {
-  if (args.gmem_row_dlogits == nullptr) return {};
-  return refusal("%s", "the router's part of dx: kernels of sm_100a add none");
+  return refuse_interleaved_sm100(args.interleaved);
 }
 
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept {

@@ -9,13 +9,16 @@
 #include <cstddef>
 #include <cstring>
 #include <initializer_list>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cpu/reference/activation.hpp"
 #include "cuda/layer/backend.hpp"
 #include "tests/emulator/memory.hpp"
 #include "tests/emulator/sm100/layer_cuda.hpp"
+#include "tests/emulator/sm100/random_cases.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -26,6 +29,14 @@ using Doubles = std::vector<double>;
 
 struct Sizes {
   std::int64_t tokens, hidden, intermediate, experts, top_k;
+};
+
+// What else a layer may differ in.
+struct Options {
+  std::int64_t column_chunk = 0;
+  SavePolicy save = SavePolicy::h;
+  Activation activation = {};
+  WeightLayout layout = {};
 };
 
 double widened(Memory<Bits> const& from, std::int64_t i) { return emulator::widen(from[i]); }
@@ -52,11 +63,11 @@ Tensor view(Memory<T> const& memory, DType dtype, std::initializer_list<std::int
 // A layer whose ids and weights the caller gives: its tensors, its passes, and what they should have made.
 class Layer {
  public:
-  // column_chunk: as MoeDesc's.
-  explicit Layer(Sizes const& sizes, std::int64_t column_chunk = 0, SavePolicy save = SavePolicy::h)
-      : s_(sizes) {
-    desc_.column_chunk = column_chunk;
-    desc_.save = save;
+  explicit Layer(Sizes const& sizes, Options const& options = {}) : s_(sizes), options_(options) {
+    desc_.column_chunk = options.column_chunk;
+    desc_.save = options.save;
+    desc_.activation = options.activation;
+    desc_.layout = options.layout;
     desc_.shape = {.tokens = s_.tokens,
                    .hidden = s_.hidden,
                    .intermediate = s_.intermediate,
@@ -68,7 +79,8 @@ class Layer {
       std::int64_t const token = slot / s_.top_k, choice = slot % s_.top_k;
       ids_[slot] = slot % 11 == 10
                        ? -1
-                       : static_cast<std::int32_t>((token * token + choice) % (s_.experts - 1));
+                       : static_cast<std::int32_t>((token * token + choice) %
+                                                   std::max<std::int64_t>(s_.experts - 1, 1));
       scores_[slot] = 0.25f + 0.03125f * static_cast<float>(slot % 19);
     }
     std::uint64_t seed = 0;
@@ -85,7 +97,8 @@ class Layer {
     args.topk_weights = view(scores_, DType::fp32, {s_.tokens, s_.top_k});
     args.weights = weights();
     args.o = view(o_, DType::bf16, {s_.tokens, s_.hidden});
-    if (desc_.save == SavePolicy::h) args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
+    if (desc_.save == SavePolicy::h)
+      args.h = view(h_, DType::bf16, {slots_, width_ * s_.intermediate});
     args.routing = {routing_.get(), routing_.size()};
     Memory<std::byte> workspace(bytes_of(Pass::forward));
     args.workspace = {workspace.get(), workspace.size()};
@@ -98,13 +111,14 @@ class Layer {
     MoeBackwardArgs args;
     args.d_o = view(d_o_, DType::bf16, {s_.tokens, s_.hidden});
     args.x = view(x_, DType::bf16, {s_.tokens, s_.hidden});
-    if (desc_.save == SavePolicy::h) args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
+    if (desc_.save == SavePolicy::h)
+      args.h = view(h_, DType::bf16, {slots_, width_ * s_.intermediate});
     args.routing = {routing_.get(), routing_.size()};
     args.weights = weights();
     args.dx = view(dx_, DType::bf16, {s_.tokens, s_.hidden});
     args.dscores = view(dscores_, DType::fp32, {slots_});
-    args.gradients.dw_up = view(dw_up_, DType::fp32, {s_.experts, 2 * s_.intermediate, s_.hidden});
-    args.gradients.dw_down = view(dw_down_, DType::fp32, {s_.experts, s_.hidden, s_.intermediate});
+    args.gradients.dw_up = of_up(dw_up_, DType::fp32);
+    args.gradients.dw_down = of_down(dw_down_, DType::fp32);
     Memory<std::byte> workspace(bytes_of(Pass::backward));
     args.workspace = {workspace.get(), workspace.size()};
     Status const status = moe_backward(device, desc_, args, tables(), Pass::backward, stream);
@@ -117,7 +131,9 @@ class Layer {
     for_each_slot([&](Slot const& slot) {
       for (std::int64_t c = 0; c < s_.hidden; ++c) {
         double y = 0;
-        for (std::int64_t i = 0; i < s_.intermediate; ++i) y += slot.a[i] * down(slot.expert, c, i);
+        for (std::int64_t i = 0; i < s_.intermediate; ++i) {
+          y += slot.a[i] * widened(down_, down_at(slot.expert, c, i));
+        }
         o[slot.token * s_.hidden + c] += slot.score * y;
       }
     });
@@ -132,16 +148,16 @@ class Layer {
       std::int64_t const first_x = slot.token * d;
       for (std::int64_t i = 0; i < n; ++i) {
         double t = 0;
-        for (std::int64_t c = 0; c < d; ++c)
-          t += widened(d_o_, first_x + c) * down(slot.expert, c, i);
-        dscores[slot.index] += t * slot.a[i];
-        double const da = slot.score * t,
-                     dh[2] = {da * slot.slope[i] * slot.up[i], da * slot.phi[i]};
         for (std::int64_t c = 0; c < d; ++c) {
-          dw_down[(slot.expert * d + c) * n + i] +=
+          t += widened(d_o_, first_x + c) * widened(down_, down_at(slot.expert, c, i));
+        }
+        dscores[slot.index] += t * slot.a[i];
+        double const da = slot.score * t, dh[2] = {da * slot.slope[0][i], da * slot.slope[1][i]};
+        for (std::int64_t c = 0; c < d; ++c) {
+          dw_down[down_at(slot.expert, c, i)] +=
               slot.score * slot.a[i] * widened(d_o_, first_x + c);
-          for (int half = 0; half < 2; ++half) {
-            std::int64_t const w = ((slot.expert * 2 + half) * n + i) * d + c;
+          for (int half = 0; half < width_; ++half) {
+            std::int64_t const w = up_at(slot.expert, half, i, c);
             dw_up[w] += dh[half] * widened(x_, first_x + c);
             dx[first_x + c] += dh[half] * widened(up_, w);
           }
@@ -174,7 +190,7 @@ class Layer {
   struct Slot {
     std::int64_t index, token, expert;
     double score;
-    Doubles up = {}, phi = {}, slope = {}, a = {};
+    Doubles slope[2] = {}, a = {};  // of a by the halves of h, and a
   };
 
   template <class Body>
@@ -188,29 +204,52 @@ class Layer {
                 .score = scores_[index]};
       for (std::int64_t i = 0; i < n; ++i) {
         double h[2] = {};
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < width_; ++half) {
           for (std::int64_t c = 0; c < d; ++c) {
-            h[half] += widened(x_, slot.token * d + c) *
-                       widened(up_, ((slot.expert * 2 + half) * n + i) * d + c);
+            h[half] +=
+                widened(x_, slot.token * d + c) * widened(up_, up_at(slot.expert, half, i, c));
           }
         }
-        double const sigmoid = 1 / (1 + std::exp(-h[0]));
-        slot.up.push_back(h[1]);
-        slot.phi.push_back(h[0] * sigmoid);
-        slot.slope.push_back(sigmoid * (1 + h[0] * (1 - sigmoid)));
-        slot.a.push_back(slot.phi.back() * h[1]);
+        Activation const& act = options_.activation;
+        double const gate = width_ == 2 ? h[0] : 0, up = h[width_ - 1];
+        auto const slopes = reference::activation_gradient(act, gate, up, 1.0);
+        slot.slope[0].push_back(width_ == 2 ? slopes.gate : slopes.up);
+        slot.slope[1].push_back(slopes.up);
+        slot.a.push_back(reference::activate(act, gate, up));
       }
       body(slot);
     }
   }
-  double down(std::int64_t expert, std::int64_t c, std::int64_t i) const {
-    return widened(down_, (expert * s_.hidden + c) * s_.intermediate + i);
+  // Where row i of a half of an expert's w_up has column c, and row c of w_down column i.
+  std::int64_t up_at(std::int64_t expert, int half, std::int64_t i, std::int64_t c) const {
+    bool const up_first = options_.layout.order == GateUpOrder::up_first && width_ == 2;
+    std::int64_t const row = (up_first ? 1 - half : half) * s_.intermediate + i;
+    std::int64_t const rows = width_ * s_.intermediate;
+    return transposed() ? (expert * s_.hidden + c) * rows + row
+                        : (expert * rows + row) * s_.hidden + c;
+  }
+  std::int64_t down_at(std::int64_t expert, std::int64_t c, std::int64_t i) const {
+    return transposed() ? (expert * s_.intermediate + i) * s_.hidden + c
+                        : (expert * s_.hidden + c) * s_.intermediate + i;
+  }
+  bool transposed() const { return options_.layout.orientation == WeightOrientation::transposed; }
+  template <class T>
+  Tensor of_up(Memory<T> const& memory, DType dtype) const {
+    std::int64_t const rows = width_ * s_.intermediate, d = s_.hidden;
+    return transposed() ? view(memory, dtype, {s_.experts, d, rows})
+                        : view(memory, dtype, {s_.experts, rows, d});
+  }
+  template <class T>
+  Tensor of_down(Memory<T> const& memory, DType dtype) const {
+    std::int64_t const n = s_.intermediate, d = s_.hidden;
+    return transposed() ? view(memory, dtype, {s_.experts, n, d})
+                        : view(memory, dtype, {s_.experts, d, n});
   }
 
   ExpertWeights weights() const {
     ExpertWeights out;
-    out.w_up = view(up_, DType::bf16, {s_.experts, 2 * s_.intermediate, s_.hidden});
-    out.w_down = view(down_, DType::bf16, {s_.experts, s_.hidden, s_.intermediate});
+    out.w_up = of_up(up_, DType::bf16);
+    out.w_down = of_down(down_, DType::bf16);
     return out;
   }
   RoutingView tables() {
@@ -227,25 +266,27 @@ class Layer {
   }
 
   Sizes s_;
+  Options options_;
+  int width_ = options_.activation.gated() ? 2 : 1;
   MoeDesc desc_;
   std::int64_t slots_ = s_.tokens * s_.top_k;
   std::int64_t matrix_ = s_.experts * s_.hidden * s_.intermediate;
   Memory<std::int32_t> ids_{slots_};
   Memory<float> scores_{slots_}, dscores_{slots_};
-  Memory<Bits> x_{s_.tokens * s_.hidden}, d_o_{s_.tokens * s_.hidden}, up_{2 * matrix_},
-      down_{matrix_}, h_{slots_ * 2 * s_.intermediate};
+  Memory<Bits> x_{s_.tokens * s_.hidden}, d_o_{s_.tokens * s_.hidden}, up_{width_ * matrix_},
+      down_{matrix_}, h_{slots_ * width_ * s_.intermediate};
   Memory<Bits> o_{s_.tokens * s_.hidden}, dx_{s_.tokens * s_.hidden};
-  Memory<float> dw_up_{2 * matrix_}, dw_down_{matrix_};
+  Memory<float> dw_up_{width_ * matrix_}, dw_down_{matrix_};
   Memory<std::byte> routing_{4 * (s_.experts + 1 + 4 * slots_)};
 };
 
-void expect_right_passes(Sizes const& sizes, SavePolicy save = SavePolicy::h) {
+void expect_right_passes(Sizes const& sizes, Options const& options = {}) {
   start_played_cuda({.major = 10, .sm_count = 2});
   auto const device = DeviceContext::open(0, Unproven::taken);
   ASSERT_TRUE(device.ok()) << device.status().text();
   ASSERT_EQ(device.value()->architecture(), Architecture::sm_100);
   CUstream_st stream;
-  Layer layer(sizes, 0, save);
+  Layer layer(sizes, options);
   ASSERT_NO_FATAL_FAILURE(layer.forward(*device.value(), {.native = &stream}));
   layer.expect_right_output();
   ASSERT_NO_FATAL_FAILURE(layer.backward(*device.value(), {.native = &stream}));
@@ -265,7 +306,53 @@ TEST(LayerSm100, ForwardAndBackwardByPairs) {
 // Backward makes h again.
 TEST(LayerSm100, BackwardWithoutH) {
   expect_right_passes({.tokens = 40, .hidden = 72, .intermediate = 64, .experts = 3, .top_k = 2},
-                      SavePolicy::x);
+                      {.save = SavePolicy::x});
+}
+
+// Each activation through the selection, and weights in other orders.
+TEST(LayerSm100, ActivationsAndLayouts) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::gelu_erf); ++kind) {
+    SCOPED_TRACE(kind);
+    bool const odd = kind % 2 != 0;
+    expect_right_passes(
+        {.tokens = 24, .hidden = 72, .intermediate = 64, .experts = 3, .top_k = 2},
+        {.activation = {.kind = static_cast<ActivationKind>(kind)},
+         .layout = {odd ? GateUpOrder::up_first : GateUpOrder::concat,
+                    odd ? WeightOrientation::transposed : WeightOrientation::rows}});
+    if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+// Any sizes, activation, layout and chunks; a GPU of two to four SMs.
+TEST(LayerSm100, RandomLayers) {
+  emulator::RandomCases const cases = emulator::random_cases({.seed = 11, .count = 5});
+  std::mt19937 rng(cases.seed);
+  auto const draw = [&](unsigned below) { return static_cast<std::int64_t>(rng() % below); };
+  for (std::uint32_t i = 0; i < cases.count; ++i) {
+    Sizes sizes{.tokens = 8 + draw(90),
+                .hidden = 8 * (1 + draw(25)),
+                .intermediate = 8 * (1 + draw(18)),
+                .experts = 1 + draw(6),
+                .top_k = 1};
+    sizes.top_k += draw(static_cast<unsigned>(std::min<std::int64_t>(sizes.experts, 3)));
+    if (draw(5) == 0) {  // enough rows for pairs
+      sizes.experts = std::min<std::int64_t>(sizes.experts, 2);
+      sizes.top_k = std::min(sizes.top_k, sizes.experts);
+      sizes.tokens = 256 * sizes.experts;
+      sizes.hidden = std::min<std::int64_t>(sizes.hidden, 72);
+    }
+    Options options;
+    options.activation.kind = static_cast<ActivationKind>(draw(10));
+    options.save = draw(3) == 0 ? SavePolicy::x : SavePolicy::h;
+    options.column_chunk = draw(3) == 0 ? 8 * (1 + draw(10)) : 0;
+    options.layout = {draw(2) == 0 ? GateUpOrder::concat : GateUpOrder::up_first,
+                      draw(2) == 0 ? WeightOrientation::rows : WeightOrientation::transposed};
+    SCOPED_TRACE("seed " + std::to_string(cases.seed) + ", case " + std::to_string(i) + ": T " +
+                 std::to_string(sizes.tokens) + ", d " + std::to_string(sizes.hidden) + ", n " +
+                 std::to_string(sizes.intermediate));
+    expect_right_passes(sizes, options);
+    if (testing::Test::HasFailure()) return;
+  }
 }
 
 // y and dx rows of some columns at a time, the last ones fewer: nothing is left over or taken twice. 100 are 96.
@@ -280,7 +367,7 @@ TEST(LayerSm100, ColumnsInChunks) {
   ASSERT_NO_FATAL_FAILURE(whole.backward(*device.value(), {.native = &stream}));
   for (std::int64_t const chunk : {100, 64, 8}) {
     SCOPED_TRACE(chunk);
-    Layer chunked(sizes, chunk);
+    Layer chunked(sizes, {.column_chunk = chunk});
     ASSERT_NO_FATAL_FAILURE(chunked.forward(*device.value(), {.native = &stream}));
     chunked.expect_right_output();
     ASSERT_NO_FATAL_FAILURE(chunked.backward(*device.value(), {.native = &stream}));

@@ -16,6 +16,7 @@
 #include "cuda/gemm/config.hpp"
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"
+#include "tests/emulator/sm100/random_cases.hpp"
 
 namespace tessera::emulator {
 
@@ -34,6 +35,7 @@ struct Shape {
   bool accumulates = false;
   int skipped_half = -1;  // of a weight gradient: nobody wants it
   int block = 0;          // of rows of a weight gradient, gate and up in turn; 0: one
+  int router_terms = 0;   // of an input gradient: bf16 in which w_router comes; 0: no router's part
 };
 
 class ExpertRows {
@@ -65,9 +67,17 @@ struct Sum {
   int count;
   std::int64_t b_step;
   float bias = 0;
+  struct Product {
+    float left, right;
+  };
+  std::vector<Product> more = {};  // added by FMAs, one behind the other
 
   // As the emulated tensor cores add, in the order of k.
-  Bits rounded() const { return emulator::round(dot(a, b, count, b_step) + bias); }
+  Bits rounded() const {
+    float sum = dot(a, b, count, b_step) + bias;
+    for (Product const& product : more) sum = std::fmaf(product.left, product.right, sum);
+    return emulator::round(sum);
+  }
 
   // In fp64, and the sum of magnitudes.
   double exact() const {
@@ -79,7 +89,8 @@ struct Sum {
 
   // Whether rounded() is within half a bf16 of the sum in fp64, and an fp32 rounding for each addition.
   bool agrees_with_fp64() const {
-    double const sum = exact(), allowed = std::fabs(sum) * 0x1p-8 + size() * count * 0x1p-24;
+    double const roundings = count + static_cast<double>(more.size());
+    double const sum = exact(), allowed = std::fabs(sum) * 0x1p-8 + size() * roundings * 0x1p-24;
     return std::fabs(widen(rounded()) - sum) <= allowed;
   }
 
@@ -88,6 +99,7 @@ struct Sum {
   double added(Of of) const {
     double sum = of(bias);
     for (int k = 0; k < count; ++k) sum += of(double{widen(a[k])} * widen(b[k * b_step]));
+    for (Product const& product : more) sum += of(double{product.left} * product.right);
     return sum;
   }
 };
@@ -140,9 +152,11 @@ struct AtRandom {
 // Any experts, sizes and schedules.
 template <class Projection, class... Configs>
 void check_at_random(AtRandom const& wanted = {}) {
-  std::mt19937 rng(11);
+  RandomCases const cases =
+      random_cases({.seed = 11, .count = static_cast<std::uint32_t>(wanted.count)});
+  std::mt19937 rng(cases.seed);
   auto const draw = [&](unsigned below) { return static_cast<int>(rng() % below); };
-  for (int i = 0; i < wanted.count; ++i) {
+  for (std::uint32_t i = 0; i < cases.count; ++i) {
     Shape shape{.rows = {},
                 .hidden = wanted.unit * (1 + draw(wanted.hidden)),
                 .intermediate = wanted.unit * (1 + draw(wanted.intermediate))};
@@ -158,10 +172,11 @@ void check_at_random(AtRandom const& wanted = {}) {
     shape.accumulates = draw(2) != 0;
     if (shape.gated) shape.skipped_half = draw(4) - 2;
     if (shape.intermediate % 16 == 0) shape.block = draw(2) * 16;
+    shape.router_terms = draw(3);
     Schedule const schedule{
         .seed = rng(), .burst = 1 << draw(7), .copies = 2 << draw(8), .lazy = draw(2) * 0.5};
-    SCOPED_TRACE(std::to_string(i) + ": d " + std::to_string(shape.hidden) + ", n " +
-                 std::to_string(shape.intermediate));
+    SCOPED_TRACE("seed " + std::to_string(cases.seed) + ", case " + std::to_string(i) + ": d " +
+                 std::to_string(shape.hidden) + ", n " + std::to_string(shape.intermediate));
     (check<Projection, Configs>(shape, schedule), ...);
     if (testing::Test::HasFatalFailure()) return;
   }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "cuda/kernels/up_projection_dgrad_sm100.cuh"
 #include "tests/emulator/sm100/projection.hpp"
@@ -23,11 +24,12 @@ class UpDgrad {
   explicit UpDgrad(Shape const& s) : s_(s), rows_(s) {
     emulator::fill(dh_.get(), static_cast<std::int64_t>(dh_.size()), 1, 1.0f);
     emulator::fill(w_.get(), static_cast<std::int64_t>(w_.size()), 2, 0.25f);
+    emulator::fill(router_.get(), static_cast<std::int64_t>(router_.size()), 3, 4.0f);
+    for (int r = 0; r < rows_.all(); ++r) dlogits_[r] = 0.5f - 0.0625f * static_cast<float>(r % 23);
   }
 
-  // With `gmem_row_dlogits` the router's part of dx is asked for as well.
   template <class Config>
-  cudaError_t launch(float const* gmem_row_dlogits = nullptr) {
+  cudaError_t launch() {
     bool const k_major = Config::gemm.b.major == Major::kK;
     std::int64_t const d = s_.hidden, n = s_.intermediate, k = reduced();
     UpProjectionDgradArguments args = {};
@@ -41,7 +43,11 @@ class UpDgrad {
                          .block = n};
     }
     args.gated = s_.gated;
-    args.gmem_row_dlogits = gmem_row_dlogits;
+    if (s_.router_terms > 0) {
+      args.gmem_row_dlogits = dlogits_.get();
+      args.w_router = {.gmem = router_.get(), .rows = all_terms(), .pitch = pitch()};
+      args.router_in_terms = s_.router_terms == 2;
+    }
     args.gmem_dx_rows = dx_.get();
     args.rows = rows_.all();
     args.hidden = d;
@@ -65,7 +71,8 @@ class UpDgrad {
         emulator::Sum const sum{.a = &dh_[std::int64_t{r} * k],
                                 .b = &w_[e * d * k + (k_major ? std::int64_t{i} * k : i)],
                                 .count = k,
-                                .b_step = k_major ? 1 : d};
+                                .b_step = k_major ? 1 : d,
+                                .more = router_part(r, static_cast<int>(e), i)};
         if (dx != sum.rounded()) return emulator::place(r, i) + ", not its bits";
         if (!sum.agrees_with_fp64()) return emulator::place(r, i) + ", not that of fp64";
       }
@@ -79,12 +86,26 @@ class UpDgrad {
 
  private:
   int reduced() const { return (s_.gated ? 2 : 1) * s_.intermediate; }
+  // Rows of w_router lie further apart than they are long, and an expert in terms has a third one, which nobody reads.
+  std::int64_t pitch() const { return s_.hidden + 8; }
+  std::int64_t terms_apart() const { return s_.router_terms == 2 ? 3 : 1; }
+  std::int64_t all_terms() const { return terms_apart() * rows_.experts(); }
+  std::vector<emulator::Sum::Product> router_part(int row, int expert, int column) const {
+    std::vector<emulator::Sum::Product> out;
+    for (int term = 0; term < s_.router_terms; ++term) {
+      std::int64_t const v = (terms_apart() * expert + term) * pitch() + column;
+      out.push_back({dlogits_[row], emulator::widen(router_[v])});
+    }
+    return out;
+  }
 
   Shape s_;
   emulator::ExpertRows rows_;
   Memory<Bits> dh_{std::int64_t{rows_.all()} * reduced()},
       w_{std::int64_t{s_.hidden} * reduced() * rows_.experts()};
   Memory<Bits> dx_{(rows_.all() + std::int64_t{64}) * s_.hidden};
+  Memory<Bits> router_{all_terms() * pitch()};
+  Memory<float> dlogits_{rows_.all()};
   Memory<std::int32_t> counter_{1, 0};
 };
 
@@ -142,12 +163,14 @@ TEST(UpProjectionDgradSm100, WeightsInKMajorOrder) {
   expect_right<OneKMajor, PairKMajor>(whole);
 }
 
-// What the router adds is not computed: a call that asks for it must not get a dx without it.
-TEST(UpProjectionDgradSm100, RefusesTheRoutersPart) {
-  UpDgrad dgrad({.rows = {3}, .hidden = 64, .intermediate = 64});
-  float const dlogits[3] = {1, 2, 3};
-  EXPECT_EQ(dgrad.launch<One>(dlogits), cudaErrorInvalidValue);
-  EXPECT_EQ(dgrad.launch<Pair>(dlogits), cudaErrorInvalidValue);
+// What the router adds to dx: of w_router in bf16, and of an fp32 one in two terms of three. Columns end inside the
+// second part of a slab.
+TEST(UpProjectionDgradSm100, AddsTheRoutersPart) {
+  Shape shape{.rows = {3, 0, 130}, .hidden = 168, .intermediate = 72, .other_rows = 5};
+  for (int const terms : {1, 2}) {
+    shape.router_terms = terms;
+    expect_right<One, Pair>(shape);
+  }
 }
 
 TEST(UpProjectionDgradSm100, RandomShapes) {

@@ -55,6 +55,44 @@ ptxas info    : Compile time = 3.406 ms
 SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
 
 
+class OfAnArchitecture(unittest.TestCase):
+    """An object with code for two GPUs, and what sm_100a is asked beside."""
+
+    def test_resources_of_each(self):
+        both = USAGE + USAGE.replace("sm_90a", "sm_100a").replace("Used 40", "Used 72")
+        self.assertEqual([entry[1][:13] for entry in ptxas_report.kernels(both, "sm_100a")], [" 72 registers"])
+        self.assertEqual([entry[1][:13] for entry in ptxas_report.kernels(both)], [" 40 registers"])
+
+    def columns(self, *instructions: str):
+        return ptxas_report.tensor_columns(ptxas_report.code(kernel("k", *instructions))["k"])
+
+    def test_columns_of_tensor_memory(self):
+        find = "UTCATOMSWS.2CTA.FIND_AND_SET.ALIGN UP0, UR4, UR4"
+        self.assertEqual(self.columns("UMOV UR5, 0x4", "UMOV UR4, 0x10", find, "UMOV UR4, 0x10", find), 512)
+        self.assertIsNone(self.columns("UMOV UR4, 0x10"))
+        for unknown in (("UMOV UR4, UR7", find), (find,), ("UMOV UR4, 0x10", find, "UMOV UR4, 0x8", find)):
+            with self.assertRaises(ValueError):
+                self.columns(*unknown)
+
+    def test_faults(self):
+        def fault(*instructions: str, registers_alone: bool = True) -> str:
+            return ptxas_report.fault_of("k", ptxas_report.code(kernel("k", *instructions))["k"], registers_alone)
+
+        find = "UTCATOMSWS.FIND_AND_SET.ALIGN UP0, UR4, UR4"
+        self.assertEqual(fault("UMOV UR4, 0x10", find, "STG.E desc[UR4][R2.64], R5", "EXIT"), "")
+        self.assertIn("no code for this architecture", fault("LDC R1, c[0x0][0x37c]", "@P0 EXIT", "BRA 0x20", "NOP"))
+        self.assertIn("no code for this architecture", fault())
+        self.assertIn("544 columns", fault("UMOV UR4, 0x11", find))
+        self.assertIn("tensor memory", fault(find))
+        self.assertIn("LDL.64 R2, [R1], local memory", fault("LDL.64 R2, [R1]"))
+        self.assertEqual(fault("LDL.64 R2, [R1]", registers_alone=False), "")
+        for path, architecture, alone in (("src/cuda/instances/sm100/k.cu", "sm_100a", True),
+                                          ("src/cuda/instances/gemv.cu", "sm_90a", True),
+                                          ("src/cuda/instances/gemv.cu", "sm_100a", False),
+                                          ("src/cuda/plain/k.cu", "sm_90a", False)):
+            self.assertEqual(ptxas_report.keeps_registers(path, architecture), alone)
+
+
 class Kept(unittest.TestCase):
     """cmake/keep_ptxas.sh around a compiler that says what the test wants."""
 
@@ -100,12 +138,14 @@ class Objects(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             link = pathlib.Path(folder) / "combine.cu"
             link.symlink_to(source)
-            entries = [{"file": str(file), "command": f"{compiler} -MD -MF x.d -c {file} -o src/{compiler}.o"}
+            code = "--generate-code=arch=compute_90a,code=[sm_90a]"
+            entries = [{"file": str(file), "command": f"{compiler} {code} -MD -MF x.d -c {file} -o src/{compiler}.o"}
                        for compiler, file in (("nvcc", source), ("c++", link))]
             build = pathlib.Path(folder)
             (build / "compile_commands.json").write_text(json.dumps(entries), encoding="utf-8")
             self.assertEqual(ptxas_report.objects(build),
                              [("src/expert_parallel/unfused/combine.cu", build / "src" / "nvcc.o")])
+            self.assertEqual(ptxas_report.objects(build, "sm_100a"), [])
             with self.assertRaisesRegex(SystemExit, "no such file; configure first"):
                 ptxas_report.objects(build / "elsewhere")
 

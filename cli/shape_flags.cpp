@@ -143,6 +143,9 @@ void ShapeFlags::add_to(CLI::App& command) {
 
   auto* const run = command.add_option_group("Run");
   run->add_option("--device", device_, "cpu, cuda or cuda:N")->capture_default_str();
+  run->add_flag(
+      "--unproven-kernels", unproven_kernels_,
+      "take a GPU whose kernels have been emulated and never run on hardware (10.0: B200)");
   run->add_option("--threads", threads_, "CPU threads (default: all the process may use)");
   run->add_option("--save", save_, "what forward saves: h, or x (h is recomputed)")
       ->capture_default_str();
@@ -281,6 +284,7 @@ Context ShapeFlags::context(std::int32_t num_threads) const {
     throw CommandError(fmt::format("--device {}: not known; choose cpu, cuda or cuda:N", device_));
   }
   options.num_threads = num_threads;
+  options.unproven_kernels = unproven_kernels_;
   return value_of(Context::create(options));
 }
 

@@ -84,7 +84,7 @@ class ShapeFlags {
   Activation activation_options_;
   bool bias_ = false, normalize_scores_ = false, router_bias_ = false;
   bool variable_experts_ = false, repeat_experts_ = false, accumulate_ = false;
-  bool replay_ = false, aux_dlogits_ = false;
+  bool replay_ = false, aux_dlogits_ = false, unproven_kernels_ = false;
   std::int64_t capacity_ = 0, column_chunk_ = 0;
   std::uint32_t layer_ = 0;
   std::int32_t groups_ = 0, top_groups_ = 0, tile_ = 128, threads_ = 0;

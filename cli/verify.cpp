@@ -209,8 +209,8 @@ int verify_random(VerifyFlags const& flags, Context const& context, Context cons
 
 // --random draws layers and data: a flag that fixes a part of them would be ignored. Groups are subcommands to CLI11.
 void refuse_layer_flags(CLI::App const& command) {
-  constexpr std::string_view kAllowed[] = {"--random",  "--seed", "--device",
-                                           "--threads", "--json", "--precision"};
+  constexpr std::string_view kAllowed[] = {
+      "--random", "--seed", "--device", "--threads", "--json", "--precision", "--unproven-kernels"};
   for (CLI::Option const* option : command.get_options()) {
     std::string const name = option->get_name();
     if (option->count() == 0 || std::ranges::find(kAllowed, name) != std::end(kAllowed)) continue;

@@ -1,7 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA language for sm_90a. `tessera_cuda_all` is what `make cuda` builds: kernels, tests, benchmarks.
+# The CUDA language for the GPUs of TESSERA_CUDA_ARCHS. `tessera_cuda_all` is what `make cuda` builds: kernels, tests,
+# benchmarks.
 set(CMAKE_CUDA_COMPILER ${TESSERA_NVCC})
-set(CMAKE_CUDA_ARCHITECTURES 90a-real)  # -gencode=arch=compute_90a,code=sm_90a
+set(known_archs 90a 100a)
+set(tessera_cuda_architectures "")  # of kernels that every GPU runs
+foreach(arch IN LISTS known_archs)
+  if(arch IN_LIST TESSERA_CUDA_ARCHS)
+    list(APPEND tessera_cuda_architectures ${arch}-real)  # -gencode=arch=compute_90a,code=sm_90a
+    set(TESSERA_HAS_SM${arch} ON)
+  else()
+    set(TESSERA_HAS_SM${arch} OFF)
+  endif()
+endforeach()
+set(unknown_archs ${TESSERA_CUDA_ARCHS})
+list(REMOVE_ITEM unknown_archs ${known_archs})
+if(unknown_archs OR NOT tessera_cuda_architectures)
+  message(FATAL_ERROR "TESSERA_CUDA_ARCHS=${TESSERA_CUDA_ARCHS}: there are kernels for 90a and 100a; name one or both, "
+    "as in -DTESSERA_CUDA_ARCHS='90a;100a'")
+endif()
+# Tests and benchmarks have kernels of their own for one of them.
+list(GET tessera_cuda_architectures 0 CMAKE_CUDA_ARCHITECTURES)
 enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc 13 has it
@@ -30,4 +48,9 @@ function(tessera_cuda_options target)
     PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)
   add_dependencies(tessera_cuda_all ${target})
+endfunction()
+
+# tessera_on_every_gpu(target): its kernels are compiled for all GPUs of the build.
+function(tessera_on_every_gpu target)
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES "${tessera_cuda_architectures}")
 endfunction()

@@ -48,7 +48,7 @@ LAYERS = {
         "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "include/tessera/shape.hpp", "src/core/fp8.hpp",
     ],
     "src/cuda/host": ["include/tessera", "src/core", "src/cuda/gemm/config.hpp", "src/cuda/gemm/params.hpp"],
-    "src/cuda/layer": ["include/tessera", "src/core", "src/cuda/host"],
+    "src/cuda/layer": ["include/tessera", "src/core", "src/cuda/host", "src/cuda/tuning/sm100.hpp"],
     "src/cuda/tuning": ["src/cuda/gemm/config.hpp", "include/tessera/shape.hpp"],
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": [

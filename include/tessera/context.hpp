@@ -27,6 +27,9 @@ struct ContextOptions {
   Device device = {};
   /// CPU threads, the caller included; 0: as many as the process may use, on cuda 1.
   std::int32_t num_threads = 0;
+  /// Takes a GPU of compute capability 10.0 (B200), whose kernels are compiled and emulated, never run on hardware.
+  /// Without it such a GPU is refused. `tessera verify --device cuda --unproven-kernels` compares them with fp64.
+  bool unproven_kernels = false;
 };
 
 /// Owns what the calls of one device share: CPU threads; on cuda the word where kernels note bad values. Immutable and
@@ -37,7 +40,8 @@ struct ContextOptions {
 class TESSERA_EXPORT Context {
  public:
   /// Starts the threads; on cuda loads the driver. Errors: invalid_argument (num_threads < 0 or > 1024),
-  /// environment (no such device, or one that the kernels are not built for), out_of_memory.
+  /// environment (no such device, one that the kernels are not built for, or one whose kernels are
+  /// unproven), out_of_memory.
   static Expected<Context> create(ContextOptions const& options = {}) noexcept;
 
   Context(Context&&) noexcept;

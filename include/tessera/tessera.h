@@ -38,6 +38,8 @@ typedef enum {
 } tessera_dtype;
 
 typedef enum { TESSERA_CPU = 0, TESSERA_CUDA = 1 } tessera_device_kind;
+/* TESSERA_UNPROVEN_KERNELS takes a GPU whose kernels no GPU has run (context.hpp). */
+typedef enum { TESSERA_UNPROVEN_KERNELS = 1 } tessera_context_flag;
 
 typedef enum {
   TESSERA_PASS_FORWARD = 0,
@@ -245,6 +247,9 @@ char const* tessera_last_error(void);
 /* num_threads 0: as many as the process may use, on cuda 1. */
 int tessera_context_create(int32_t device_kind, int32_t device_index, int32_t num_threads,
                            tessera_context** context);
+/* The same, flags: a sum of TESSERA_UNPROVEN_KERNELS and no others. Errors: invalid_argument for an unknown flag. */
+int tessera_context_create_with(int32_t device_kind, int32_t device_index, int32_t num_threads,
+                                int32_t flags, tessera_context** context);
 void tessera_context_destroy(tessera_context* context); /* NULL is allowed */
 /* Reports a bad value that a kernel met on the device since the last call, if any; does not wait (context.hpp). */
 int tessera_check_device_values(tessera_context const*);

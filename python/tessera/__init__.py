@@ -35,6 +35,7 @@ _HOME = {
     "route": "functional",
     "routed_experts": "functional",
     "selection_bias_update": "losses",
+    "use_unproven_kernels": "library",
     "z_loss": "losses",
 }
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
     from tessera.huggingface import register_huggingface
     from tessera.layer_options import Activation, Losses, Rounding, RouterOptions, SharedExpert
+    from tessera.library import use_unproven_kernels
     from tessera.losses import load_balancing_loss, selection_bias_update, sequence_balance_loss, z_loss
     from tessera.module import MoE
 

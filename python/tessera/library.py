@@ -16,6 +16,7 @@ from ctypes import c_uint32, c_uint64, c_void_p
 
 ABI_VERSION = 1
 CPU, CUDA = 0, 1
+UNPROVEN_KERNELS = 1
 FP32, BF16, FP16, INT32, INT64, UINT8, FP8_E4M3, E8M0 = 1, 2, 3, 4, 5, 6, 7, 8
 PASS_FORWARD, PASS_BACKWARD, PASS_BACKWARD_INPUT, PASS_BACKWARD_WEIGHTS, PASS_ROUTE = range(5)
 
@@ -146,7 +147,7 @@ def load() -> ctypes.CDLL:
                  "update_selection_bias", "grouped_gemm"):
         arguments = 3 if name in ("update_selection_bias", "grouped_gemm") else 4
         getattr(library, f"tessera_{name}").argtypes = [c_void_p] * arguments
-    library.tessera_context_create.argtypes = [c_int32, c_int32, c_int32, POINTER(c_void_p)]
+    library.tessera_context_create_with.argtypes = [c_int32] * 4 + [POINTER(c_void_p)]
     library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
     library.tessera_router_loss_workspace_of.argtypes = [c_void_p, POINTER(MoeDesc), c_int64, POINTER(c_size_t)]
     library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
@@ -169,23 +170,44 @@ def check(code: int) -> None:
         raise _EXCEPTIONS.get(code, RuntimeError)(load().tessera_last_error().decode(errors="replace"))
 
 
-_contexts: dict[tuple[int, int, int], int] = {}
+_contexts: dict[tuple[int, int, int, int], int] = {}
+_context_flags = 0
 # A forked child has the parent's contexts without their threads.
 os.register_at_fork(after_in_child=_contexts.clear)
 
 
 def context(device_kind: int, device_index: int, num_threads: int) -> int:
     """Handle of the context of a device, made at its first use and kept. num_threads: CPU only."""
-    key = (device_kind, device_index, num_threads)
+    key = (device_kind, device_index, num_threads, _context_flags)
     handle = _contexts.get(key)
     if handle is None:
         made = c_void_p()
-        check(load().tessera_context_create(device_kind, device_index, num_threads, byref(made)))
+        check(load().tessera_context_create_with(*key, byref(made)))
         # Two threads may meet here: the first one's context stays, the other one's is not needed.
         handle = _contexts.setdefault(key, made.value)
         if handle != made.value:
             load().tessera_context_destroy(made)
     return handle
+
+
+def use_unproven_kernels(allowed: bool = True) -> None:
+    """Takes GPUs of compute capability 10.0 (B200) in this process from now on; other GPUs are served as before.
+
+    Their kernels are compiled and emulated, never run on hardware; until this is called, a call on such a GPU raises
+    RuntimeError, which says so. Compare results with those of the CPU before they are used.
+
+    Args:
+        allowed: False refuses such GPUs again, for calls of shapes that have not been made before.
+
+    Raises:
+        Nothing.
+
+    Example:
+        >>> tessera.use_unproven_kernels()
+        >>> tessera.use_unproven_kernels(False)
+    """
+    global _context_flags
+    _context_flags = UNPROVEN_KERNELS if allowed else 0
 
 
 def check_device_values(handle: int) -> None:

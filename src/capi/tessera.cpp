@@ -284,11 +284,17 @@ Status grouped_gemm_workspace(tessera_context const* context,
 }
 
 Status create_context(std::int32_t device_kind, std::int32_t device_index, std::int32_t num_threads,
-                      tessera_context** out) noexcept {
+                      std::int32_t flags, tessera_context** out) noexcept {
   if (out == nullptr) return Status::invalid("context: null pointer; pass where to store it");
   *out = nullptr;
+  if ((flags & ~TESSERA_UNPROVEN_KERNELS) != 0) {
+    return Status::invalid("flags=%d: 0, or %d for TESSERA_UNPROVEN_KERNELS", flags,
+                           TESSERA_UNPROVEN_KERNELS);
+  }
   auto context = tessera::Context::create(
-      {{static_cast<tessera::DeviceKind>(device_kind), device_index}, num_threads});
+      {.device = {static_cast<tessera::DeviceKind>(device_kind), device_index},
+       .num_threads = num_threads,
+       .unproven_kernels = (flags & TESSERA_UNPROVEN_KERNELS) != 0});
   if (!context.ok()) return context.status();
   *out = new (std::nothrow) tessera_context{std::move(context).value()};
   return *out != nullptr ? Status()
@@ -351,7 +357,12 @@ TESSERA_C_API char const* tessera_last_error(void) { return last_error; }
 
 TESSERA_C_API int tessera_context_create(int32_t device_kind, int32_t device_index,
                                          int32_t num_threads, tessera_context** context) {
-  return finish(create_context(device_kind, device_index, num_threads, context));
+  return finish(create_context(device_kind, device_index, num_threads, 0, context));
+}
+TESSERA_C_API int tessera_context_create_with(int32_t device_kind, int32_t device_index,
+                                              int32_t num_threads, int32_t flags,
+                                              tessera_context** context) {
+  return finish(create_context(device_kind, device_index, num_threads, flags, context));
 }
 TESSERA_C_API void tessera_context_destroy(tessera_context* context) { delete context; }
 TESSERA_C_API int tessera_check_device_values(tessera_context const* context) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A build without CUDA: no device can be used, so nothing else is ever reached.
+// A build without kernels for Hopper GPUs, which alone are joined: so nothing else is ever reached.
 #include "expert_parallel/hosts/stream_calls.hpp"
 #include "expert_parallel/session.hpp"
 #include "expert_parallel/transport/device_calls.hpp"
@@ -9,8 +9,8 @@ namespace {
 
 Status refuse() noexcept {
   return Status::error(StatusCode::environment,
-                       "this build has no CUDA, so no GPUs to join; configure with "
-                       "-DTESSERA_CUDA=ON");
+                       "this build has no kernels that join GPUs, which are Hopper's; configure "
+                       "with -DTESSERA_CUDA=ON and 90a among TESSERA_CUDA_ARCHS");
 }
 
 }  // namespace

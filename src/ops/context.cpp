@@ -37,7 +37,9 @@ Expected<Context> Context::create(ContextOptions const& options) noexcept {
   Context context;
   context.device_ = options.device;
   if (on_cuda) {
-    auto device = cuda::DeviceContext::open(options.device.index);
+    auto device = cuda::DeviceContext::open(options.device.index, options.unproven_kernels
+                                                                      ? cuda::Unproven::taken
+                                                                      : cuda::Unproven::refused);
     if (!device.ok()) return device.status();
     context.cuda_ = std::move(device).value();
   }

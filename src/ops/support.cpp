@@ -58,7 +58,7 @@ Status check_supported(MoeDesc const& desc) noexcept {
 }
 
 Status check_on_gpu(Context const& context) noexcept {
-  if (context.cuda() != nullptr) return {};
+  if (context.cuda() != nullptr) return cuda::check_joins_gpus(context.cuda()->architecture());
   return Status::error(StatusCode::environment,
                        "experts over several ranks run on GPUs: this context is on cpu; create "
                        "it on cuda:N");
@@ -67,6 +67,9 @@ Status check_on_gpu(Context const& context) noexcept {
 Status check_supported(Context const& context, MoeDesc const& desc) noexcept {
   if (context.cuda() == nullptr) return check_supported(desc);
   TESSERA_TRY(core::check_desc(desc));
+  if (desc.quantises()) {
+    TESSERA_TRY(cuda::check_multiplies_codes(context.cuda()->architecture()));
+  }
   return cuda::check_supported(desc);
 }
 

@@ -13,7 +13,7 @@ namespace tessera::ops {
 Status check_supported(MoeDesc const& desc) noexcept;
 /// The same, and the context's device serves it.
 Status check_supported(Context const& context, MoeDesc const& desc) noexcept;
-/// Refuses a context that is not on cuda, for calls of experts over several ranks.
+/// Refuses a context that is not on cuda, or on a GPU that joins no others, for calls of experts over several ranks.
 Status check_on_gpu(Context const& context) noexcept;
 
 /// routing_bytes() of a desc that was checked.

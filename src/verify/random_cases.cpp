@@ -9,6 +9,7 @@
 #include <set>
 #include <tuple>
 
+#include "tessera/moe.hpp"
 #include "tessera/router.hpp"
 #include "verify/names.hpp"
 #include "verify/random_source.hpp"
@@ -374,7 +375,11 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
     if (precision.has_value() || is_low_precision(i)) {
-      make_low_precision(i, on_gpu, precision, layer_case);
+      LayerCase quantised = layer_case;
+      make_low_precision(i, on_gpu, precision, quantised);
+      // A GPU without kernels for codes has the case in its own precision.
+      bool const served = workspace_bytes(context, quantised.desc, Pass::forward).ok();
+      if (precision.has_value() || served) layer_case = quantised;
     }
     cases.push_back({layer_case, large});
     if (layer_case.desc.quantises()) continue;  // covers no pair

@@ -250,6 +250,12 @@ TEST_F(CAbi, RefusesBadPointersAndSizes) {
   expect_error(tessera_context_create(TESSERA_CUDA, 1000, 0, &other), TESSERA_ENVIRONMENT,
                "cuda:1000");
   EXPECT_EQ(other, nullptr);
+  expect_error(tessera_context_create_with(TESSERA_CPU, 0, 1, 2, &other), TESSERA_INVALID_ARGUMENT,
+               "flags=2");
+  EXPECT_EQ(other, nullptr);
+  EXPECT_EQ(tessera_context_create_with(TESSERA_CPU, 0, 1, TESSERA_UNPROVEN_KERNELS, &other),
+            TESSERA_OK);
+  tessera_context_destroy(other);
   desc.size = 0;
   expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
                "tessera_moe_desc.size=0");

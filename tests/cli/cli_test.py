@@ -106,6 +106,7 @@ class Verify(Cli):
         self.refuse("verify", *shape, "--precision", "fp8", "--scales", "rceil", naming="--scales rceil")
         self.refuse("verify", *shape, "--precision", "fp8", "--column-chunk", "64", naming="column_chunk=64")
         self.refuse("verify", "--precision", "fp8", naming="dtype=fp32")
+        self.run_tessera("verify", "--random", "1", "--unproven-kernels", code=0)
         self.refuse("verify", "--random", "3", "--precision", "auto", naming="--precision auto with --random")
         self.refuse("verify", "--random", "3", "--scales", "pow2", naming="--scales with --random")
         cases = self.run_json("verify", "--random", "4", "--precision", "fp8", "--seed", "3")["cases"]

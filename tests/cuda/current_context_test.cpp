@@ -310,7 +310,7 @@ TEST_F(CurrentContextTest, EveryErrorHasARemedy) {
       {cudaErrorStreamCaptureInvalidated, "run the layer once before the capture"},
       {cudaErrorIllegalAddress, "start it again"},
       {cudaErrorInvalidResourceHandle, "pass a stream of the GPU that holds the tensors"},
-      {cudaErrorNoKernelImageForDevice, "sm_90a"},
+      {cudaErrorNoKernelImageForDevice, "TESSERA_CUDA_ARCHS"},
       {static_cast<cudaError_t>(999), "CUDA's documentation"}};
   for (auto const& [error, part] : parts) {
     EXPECT_NE(std::string(host::device_error("op", error).text()).find(part), std::string::npos)

@@ -18,7 +18,7 @@ namespace {
 struct Cuda {
   bool is_capturing = false, is_invalidated = false;
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-  int driver_version = 13000;
+  int driver_version = 13000, major = 9;
   cudaError_t count_error = cudaSuccess, allocation_error = cudaSuccess;
   int pinned = 0;
 };
@@ -110,6 +110,25 @@ TEST_F(DeviceContextTest, SaysWhatToDo) {
             "the same stream, and capture again; or use device cpu");
 }
 
+// What `tessera info` says of the build and of a GPU whose kernels are unproven, and of one that runs.
+TEST_F(DeviceContextTest, TellsWhatItHasKernelsFor) {
+  constexpr char kBuild[] =
+      "bf16, kernels for sm_90a and for sm_100a (compiled and emulated, never run on hardware); ";
+  BackendInfo info = backend_info();
+  EXPECT_TRUE(info.available);
+  EXPECT_EQ(info.detail, std::string(kBuild) + "cuda:0 played, 132 SMs");
+  cuda.major = 10;
+  info = backend_info();
+  EXPECT_FALSE(info.available);
+  EXPECT_TRUE(info.detail.starts_with(
+      kBuild + std::string("device cuda:0: played has compute capability 10.0")))
+      << info.detail;
+  EXPECT_NE(refusal().find("--unproven-kernels"), std::string::npos);
+  auto const context = DeviceContext::open(0, Unproven::taken);
+  ASSERT_TRUE(context.ok()) << context.status().text();
+  EXPECT_EQ(context.value()->architecture(), Architecture::sm_100);
+}
+
 }  // namespace
 }  // namespace tessera::cuda
 
@@ -152,7 +171,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::snprintf(properties->name, sizeof(properties->name), "played");
-  properties->major = 9;
+  properties->major = cuda.major;
   properties->multiProcessorCount = 132;
   return cudaSuccess;
 }

@@ -30,10 +30,48 @@ TEST(CheckArchitecture, ServesHopperAlone) {
     Status const status = check_architecture(3, gpu.name, gpu.major, gpu.minor);
     EXPECT_EQ(status.code(), StatusCode::environment) << gpu.name;
     std::string const text = status.text();
-    for (std::string const part : {"cuda:3", gpu.name, gpu.capability, "9.0", "use device cpu"}) {
+    for (std::string const part : {"cuda:3", gpu.name, gpu.capability, "use device cpu"}) {
       EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
     }
   }
+}
+
+// A build with kernels for one architecture, or for both, takes the GPUs of these and names what it has.
+TEST(CheckArchitecture, TakesWhatTheBuildHas) {
+  struct Case {
+    Built built;
+    char const* named;
+  };
+  for (auto const& [has, named] : {Case{{true, true}, "built for 9.0 and 10.0"},
+                                   {{true, false}, "built for 9.0:"},
+                                   {{false, true}, "built for 10.0:"}}) {
+    auto const taken = [&](int major, int minor) {
+      return check_architecture(0, "a GPU", major, minor, Unproven::taken, has);
+    };
+    EXPECT_EQ(taken(9, 0).ok(), has.sm_90);
+    EXPECT_EQ(taken(10, 0).ok(), has.sm_100);
+    std::string const text = taken(8, 0).text();
+    EXPECT_NE(text.find(named), std::string::npos) << text;
+    EXPECT_FALSE(check_architecture(0, "a GPU", 10, 0, Unproven::refused, has).ok());
+  }
+  std::string const lacks =
+      check_architecture(0, "NVIDIA H200", 9, 0, Unproven::taken, {false, true}).text();
+  EXPECT_NE(lacks.find("TESSERA_CUDA_ARCHS"), std::string::npos) << lacks;
+  std::string const unbuilt =
+      check_architecture(0, "NVIDIA B200", 10, 0, Unproven::taken, {true, false}).text();
+  EXPECT_NE(unbuilt.find("TESSERA_CUDA_ARCHS"), std::string::npos) << unbuilt;
+}
+
+TEST(CheckArchitecture, JoinsHopperGpusAlone) {
+  EXPECT_TRUE(check_joins_gpus(Architecture::sm_90).ok());
+  Status const status = check_joins_gpus(Architecture::sm_100);
+  EXPECT_EQ(status.code(), StatusCode::unsupported);
+  EXPECT_NE(std::string(status.text()).find("sm_90a alone"), std::string::npos) << status.text();
+}
+
+TEST(CheckArchitecture, MultipliesCodesOnHopperAlone) {
+  EXPECT_TRUE(check_multiplies_codes(Architecture::sm_90).ok());
+  EXPECT_EQ(check_multiplies_codes(Architecture::sm_100).code(), StatusCode::unsupported);
 }
 
 TEST(CheckArchitecture, TakesUnprovenKernelsWhereAsked) {
@@ -42,7 +80,10 @@ TEST(CheckArchitecture, TakesUnprovenKernelsWhereAsked) {
   EXPECT_FALSE(check_architecture(0, "NVIDIA B300", 10, 3, Unproven::taken).ok());
   EXPECT_FALSE(check_architecture(0, "NVIDIA A100", 8, 0, Unproven::taken).ok());
   std::string const text = check_architecture(0, "NVIDIA B200", 10, 0).text();
-  EXPECT_NE(text.find("compiled and emulated, never run on hardware"), std::string::npos) << text;
+  for (std::string const part : {"compiled and emulated, never run on hardware", "unproven_kernels",
+                                 "--unproven-kernels", "use_unproven_kernels"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
+  }
   EXPECT_EQ(architecture_of(10), Architecture::sm_100);
   EXPECT_EQ(architecture_of(9), Architecture::sm_90);
 }

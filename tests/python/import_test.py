@@ -43,6 +43,15 @@ class Import(unittest.TestCase):
         result = run("from tessera import library; library.context(library.CUDA, 0, 0)")
         self.assertRegex(result.stderr.splitlines()[-1], "^(RuntimeError|NotImplementedError): .*(device|cuda|CUDA)")
 
+    def test_unproven_kernels_are_asked_for(self):
+        """The context that a call gets was made with the flag, or without it."""
+        result = run("import tessera; from tessera import library; "
+                     "handle = lambda: library.context(library.CPU, 0, 1); plain = handle(); "
+                     "tessera.use_unproven_kernels(); unproven = handle(); "
+                     "tessera.use_unproven_kernels(False); print(plain == handle(), plain == unproven, "
+                     "[key[3] for key in library._contexts])")
+        self.assertEqual(result.stdout.strip(), "True False [0, 1]", result.stderr)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -28,7 +28,8 @@ inline char const* remedy(cudaError_t error) noexcept {
              "hides "
              "some)";
     case cudaErrorNoKernelImageForDevice:
-      return "this build has kernels for sm_90a alone: name a Hopper GPU";
+      return "this build has no kernels for this GPU: tessera info names those that it has kernels "
+             "for (CMake: TESSERA_CUDA_ARCHS)";
     case cudaErrorInvalidResourceHandle:
     case cudaErrorDeviceUninitialized:
     case cudaErrorContextIsDestroyed:

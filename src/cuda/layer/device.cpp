@@ -55,6 +55,13 @@ Status read_facts(std::int32_t index, Facts& facts) noexcept {
   return {};
 }
 
+/// Names the kernels that the build has.
+std::string kernels_of(Built built) {
+  std::string text = built.sm_90 ? "bf16, kernels for sm_90a" : "bf16, kernels";
+  if (!built.sm_100) return text;
+  return text + (built.sm_90 ? " and for sm_100a (" : " for sm_100a (") + kUnproven + ")";
+}
+
 }  // namespace
 
 Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index,
@@ -128,8 +135,9 @@ BackendInfo backend_info() {
   BackendInfo info{"cuda", true, false, ""};
   int devices = 0;
   cudaError_t const error = cudaGetDeviceCount(&devices);
+  info.detail = kernels_of(built()) + "; ";
   if (error != cudaSuccess || devices == 0) {
-    info.detail = error != cudaSuccess ? reason(error) : "this machine has no device";
+    info.detail += error != cudaSuccess ? reason(error) : "this machine has no device";
     return info;
   }
   for (int index = 0; index < devices; ++index) {
@@ -142,7 +150,6 @@ BackendInfo backend_info() {
                                      std::to_string(facts.sm_count) + " SMs"
                                : std::string(status.text());
   }
-  if (info.available) info.detail = "bf16, kernels for sm_90a; " + info.detail;
   return info;
 }
 

@@ -23,6 +23,24 @@ std::int64_t mean_rows(MoeDesc const& desc) noexcept {
   return (desc.num_slots() + desc.shape.experts - 1) / desc.shape.experts;
 }
 
+/// The GPU that is asked: its architecture, and what is said of it behind every reason.
+struct Asked {
+  Architecture architecture;
+  int sm_count;
+  std::string on;
+};
+
+/// Says how a GEMM of the experts would run.
+template <class Arguments>
+std::string gemm_text(Asked const& asked, Arguments const& args, char const* fused) {
+  if (asked.architecture == Architecture::sm_90) {
+    return std::string("persistent warp-specialised GEMM") + fused + asked.on;
+  }
+  return std::string("sm_100a: persistent GEMM, sums in tensor memory, by ") +
+         (takes_pairs(args, asked.sm_count) ? "pairs of CTAs" : "one CTA") + fused + "; " +
+         kUnproven + asked.on;
+}
+
 OpExplanation explanation(work::OpWork const& work, Refusal const& refusal, std::string fast) {
   OpExplanation out;
   out.op = work.op;
@@ -86,7 +104,7 @@ MoeBackwardArgs backward_at_nowhere(MoeDesc const& desc) {
 Columns first_columns(MoeDesc const& desc) { return {0, column_chunk(desc)}; }
 
 /// Selection is part of the router's work; where one of its two kernels is refused, both reasons matter.
-Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
+Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args, Architecture architecture) {
   MoeShape const& s = desc.shape;
   RouterLogitsArguments logits{};
   logits.x = matrix_rows(args.x);
@@ -95,7 +113,7 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
   logits.hidden = s.hidden;
   logits.experts = static_cast<std::int32_t>(s.experts);
   logits.is_fp32 = core::has_fp32_router(desc);
-  Refusal const of_logits = refuse(logits);
+  Refusal const of_logits = prefers_gemv(logits) ? refuse(logits) : refuse(logits, architecture);
   if (of_logits.refused() || desc.router.replay || desc.experts_choose()) return of_logits;
   RouteArguments route{};
   route.experts = static_cast<std::int32_t>(s.experts);
@@ -115,12 +133,14 @@ std::string how_routed(MoeDesc const& desc) {
   return desc.rounds_tokens() ? select + ", a CTA per expert rounds its tokens" : select;
 }
 
-std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::string const& on) {
+std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, Asked const& asked) {
   MoeShape const& s = desc.shape;
+  std::string const& on = asked.on;
   MoeForwardArgs const args = forward_at_nowhere(desc);
   std::vector<OpExplanation> ops;
   if (desc.router.kind != RouterKind::given) {
-    ops.push_back(explanation(work::route(desc), refuse_router(desc, args), how_routed(desc) + on));
+    ops.push_back(explanation(work::route(desc), refuse_router(desc, args, asked.architecture),
+                              how_routed(desc) + on));
     set_gemm(ops.back(), s.tokens, s.experts, s.hidden);
   }
   if (pass == Pass::route) return ops;
@@ -135,20 +155,21 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
     }
     ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
   } else {
+    bool const few = prefers_gemv(experts.up);
     ops.push_back(
-        explanation(work::up_projection_fwd(desc, rows), refuse(experts.up),
-                    prefers_gemv(experts.up)
-                        ? kGemv
-                        : "persistent warp-specialised GEMM, gather and activation fused" + on));
+        explanation(work::up_projection_fwd(desc, rows),
+                    few ? Refusal{} : refuse(experts.up, asked.architecture),
+                    few ? kGemv : gemm_text(asked, experts.up, ", gather and activation fused")));
   }
   set_gemm(ops.back(), mean_rows(desc), desc.up_width() * s.intermediate, s.hidden);
   if (desc.quantises()) {
     ops.push_back(quantised(work::down_projection_fwd(desc, rows), kScaledGemm + on));
   } else {
-    ops.push_back(
-        explanation(work::down_projection_fwd(desc, rows),
-                    refuse(columns_of(experts.down, first_columns(desc))),
-                    prefers_gemv(experts.down) ? kGemv : "persistent warp-specialised GEMM" + on));
+    bool const few = prefers_gemv(experts.down);
+    ops.push_back(explanation(
+        work::down_projection_fwd(desc, rows),
+        few ? Refusal{} : refuse(columns_of(experts.down, first_columns(desc)), asked.architecture),
+        few ? kGemv : gemm_text(asked, experts.down, "")));
   }
   set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
   std::string const when =
@@ -200,8 +221,10 @@ RouterBackward router_backward_at_nowhere(MoeDesc const& desc) {
   return out;
 }
 
-std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std::string const& on) {
+std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, Asked const& asked) {
   MoeShape const& s = desc.shape;
+  std::string const& on = asked.on;
+  Architecture const architecture = asked.architecture;
   auto const rows = static_cast<double>(desc.num_slots());
   std::int64_t const mean = mean_rows(desc), width = desc.up_width() * s.intermediate;
   std::string const gemm = "persistent warp-specialised GEMM";
@@ -213,7 +236,7 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
   std::vector<OpExplanation> ops;
   auto const add = [&](work::OpWork const& work, Refusal const& refusal, std::string const& fast,
                        std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k) {
-    ops.push_back(explanation(work, refusal, fast + on));
+    ops.push_back(explanation(work, refusal, fast));
     set_gemm(ops.back(), gemm_m, gemm_n, gemm_k);
   };
   bool const routed = desc.router.kind != RouterKind::given;
@@ -245,17 +268,18 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
       ops.push_back(quantised(work::down_projection_dgrad(desc, rows), kScaledDown + on));
       set_gemm(ops.back(), mean, s.intermediate, s.hidden);
     } else {
-      add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad),
-          gemm + ", gather, activation and ds fused", mean, s.intermediate, s.hidden);
+      add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad, architecture),
+          gemm_text(asked, experts.down_dgrad, ", gather, activation and ds fused"), mean,
+          s.intermediate, s.hidden);
     }
     if (routed) {
       add(work::router_dlogits(desc, rows), refuse_dlogits(desc, router.dlogits),
-          "a lane per slot, from the partial sums of ds", 0, 0, 0);
+          "a lane per slot, from the partial sums of ds" + on, 0, 0, 0);
       bool const in_rows =
           !core::has_softmax_over_all(desc.router.kind) && !desc.rounds_tokens() && !codes;
-      add(work::router_dgrad(desc), refuse(router.dgrad),
+      add(work::router_dgrad(desc), refuse(router.dgrad, architecture),
           (in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm) +
-              terms,
+              terms + on,
           s.tokens, s.hidden, s.experts);
     }
     if (codes) {
@@ -263,21 +287,22 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
       set_gemm(ops.back(), mean, s.hidden, width);
     } else {
       add(work::up_projection_dgrad(desc, rows),
-          refuse(columns_of(experts.up_dgrad, first_columns(desc))), gemm, mean, s.hidden, width);
+          refuse(columns_of(experts.up_dgrad, first_columns(desc)), architecture),
+          gemm_text(asked, experts.up_dgrad, ""), mean, s.hidden, width);
     }
     if (!rows_lie_in(desc, args.dx)) {
       add(work::aggregate(desc, rows, false),
-          refuse(columns_of(experts.aggregate, first_columns(desc))), kAggregate, 0, 0, 0);
+          refuse(columns_of(experts.aggregate, first_columns(desc))), kAggregate + on, 0, 0, 0);
     }
   }
   if (pass != Pass::backward_input) {
-    add(work::down_projection_wgrad(desc, rows), refuse(experts.down_wgrad),
-        gemm + ", gather fused", s.hidden, s.intermediate, mean);
-    add(work::up_projection_wgrad(desc, rows), refuse(experts.up_wgrad), gemm + ", gather fused",
-        width, s.hidden, mean);
+    add(work::down_projection_wgrad(desc, rows), refuse(experts.down_wgrad, architecture),
+        gemm_text(asked, experts.down_wgrad, ", gather fused"), s.hidden, s.intermediate, mean);
+    add(work::up_projection_wgrad(desc, rows), refuse(experts.up_wgrad, architecture),
+        gemm_text(asked, experts.up_wgrad, ", gather fused"), width, s.hidden, mean);
     if (routed) {
-      add(work::router_wgrad(desc), refuse(router.wgrad), gemm + " over chunks of tokens" + terms,
-          s.experts, s.hidden, s.tokens);
+      add(work::router_wgrad(desc), refuse(router.wgrad, architecture),
+          gemm + " over chunks of tokens" + terms + on, s.experts, s.hidden, s.tokens);
     }
   }
   return ops;
@@ -286,9 +311,10 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
 }  // namespace
 
 std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& desc, Pass pass) {
-  std::string const on = "; " + std::to_string(device.sm_count()) + " SMs";
+  Asked const asked{device.architecture(), device.sm_count(),
+                    "; " + std::to_string(device.sm_count()) + " SMs"};
   bool const forward = pass == Pass::forward || pass == Pass::route;
-  return forward ? explain_forward(desc, pass, on) : explain_backward(desc, pass, on);
+  return forward ? explain_forward(desc, pass, asked) : explain_backward(desc, pass, asked);
 }
 
 }  // namespace tessera::cuda

@@ -20,13 +20,6 @@ Status refused(char const* name, char const* what) noexcept {
       name, what);
 }
 
-Status check_kernels(Architecture architecture) noexcept {
-  if (architecture == Architecture::sm_90) return {};
-  return Status::unsupported(
-      "precision=fp8 on sm_100a: only kernels of sm_90a multiply codes so far; use precision "
-      "native");
-}
-
 Status check_base(char const* name, void const* gmem) noexcept {
   if (reinterpret_cast<std::uintptr_t>(gmem) % kAlignment == 0) return {};
   return refused(name, "its address is no multiple of 16");
@@ -242,7 +235,7 @@ void add_up_projection(MoeDesc const& desc, RoutingView const& tables, Codes con
 
 Status check_quantised(Architecture architecture, MoeDesc const& desc,
                        MoeForwardArgs const& args) noexcept {
-  TESSERA_TRY(check_kernels(architecture));
+  TESSERA_TRY(check_multiplies_codes(architecture));
   TESSERA_TRY(check_rows("x", matrix_rows(args.x)));
   TESSERA_TRY(check_base("x8", args.x8.data));
   TESSERA_TRY(check_base("h", args.h.data));
@@ -251,7 +244,7 @@ Status check_quantised(Architecture architecture, MoeDesc const& desc,
 
 Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwardArgs const& args,
                        Pass pass) noexcept {
-  TESSERA_TRY(check_kernels(architecture));
+  TESSERA_TRY(check_multiplies_codes(architecture));
   TESSERA_TRY(check_base("x8", args.x8.data));
   TESSERA_TRY(check_base("h", args.h.data));
   TESSERA_TRY(check_base("dh", args.dh.data));
@@ -369,7 +362,7 @@ void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
 Status quantise_weights(DeviceContext const& device, MoeDesc const& desc,
                         ExpertWeights const& weights, QuantisedWeights const& out,
                         Stream stream) noexcept {
-  TESSERA_TRY(check_kernels(device.architecture()));
+  TESSERA_TRY(check_multiplies_codes(device.architecture()));
   TESSERA_TRY(check_weights(desc, weights));
   TESSERA_TRY(check_codes(out));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);

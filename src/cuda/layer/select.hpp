@@ -5,8 +5,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "cuda/layer/architecture.hpp"
 #include "cuda/layer/ops.hpp"
+#include "cuda/tuning/sm100.hpp"
 
 namespace tessera::cuda {
 
@@ -30,7 +33,6 @@ Refusal refuse(BiasGradientArguments const& args) noexcept;
 Refusal refuse_sm100(RouterLogitsArguments const& args) noexcept;
 Refusal refuse_sm100(UpProjectionFwdArguments const& args) noexcept;
 Refusal refuse_sm100(DownProjectionDgradArguments const& args) noexcept;
-Refusal refuse_sm100(UpProjectionDgradArguments const& args) noexcept;
 Refusal refuse_sm100(RouterDgradArguments const& args) noexcept;
 Refusal refuse_sm100(RouterWgradArguments const& args) noexcept;
 template <class Arguments>
@@ -44,6 +46,16 @@ Refusal refuse(Arguments const& args, Architecture architecture) noexcept {
   Refusal const everywhere = refuse(args);
   bool const more = architecture == Architecture::sm_100 && !everywhere.refused();
   return more ? refuse_sm100(args) : everywhere;
+}
+
+/// True where a GEMM of sm_100a is multiplied by pairs of CTAs.
+template <class Arguments>
+bool takes_pairs(Arguments const& args, int sm_count) noexcept {
+  if constexpr (std::is_base_of_v<WgradArguments, Arguments>) {
+    return wgrad_takes_pairs_sm100(args.hidden, sm_count);
+  } else {
+    return takes_pairs_sm100(args.rows, args.experts, sm_count);
+  }
 }
 
 /// True where the kernel for few tokens serves a call.

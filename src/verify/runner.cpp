@@ -180,18 +180,20 @@ std::size_t saved_bytes_formula(MoeDesc const& desc) {
     bytes = element * size(s.tokens * s.hidden);
     if (desc.save == SavePolicy::h) bytes += element * slots * width;
   }
-  bytes += 16 * slots + 4 * size(s.experts + 1);
+  std::size_t tables = 16 * slots + 4 * size(s.experts + 1);
   bool const rounded = desc.rounds_tokens();
   RouterKind const kind = resolved(desc.router).kind;
-  if (s.variable_experts || rounded || desc.experts_choose()) bytes += 4 * size(s.tokens + 1);
-  if (kind != RouterKind::given) bytes += 4 * slots;
-  if (rounded) bytes += 4 * size(s.tokens * s.top_k);
+  if (s.variable_experts || rounded || desc.experts_choose()) tables += 4 * size(s.tokens + 1);
+  if (kind != RouterKind::given) tables += 4 * slots;
   if (rounded || kind == RouterKind::softmax_topk || kind == RouterKind::expert_choice) {
-    bytes += 4 * size(s.tokens * s.experts);
+    tables = (tables + 15) / 16 * 16;  // logits are read and written 16 bytes at a time
+    tables += 4 * size(s.tokens * s.experts);
   } else if (kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
              kind == RouterKind::sqrtsoftplus) {
-    bytes += 4 * slots;
+    tables += 4 * slots;
   }
+  if (rounded) tables += 4 * size(s.tokens * s.top_k);
+  bytes += tables;
   return bytes;
 }
 

@@ -47,18 +47,9 @@ void expect_near(double value, double want, double slack, std::string const& whe
 }
 
 struct Outputs {
-  TileWidth width = TileWidth::k256;
   bool dh = true, dh8 = true, a_scaled = true, partials = true;
   bool over_h = false;  // codes of dh take the place of those of h
 };
-
-cudaError_t launch(TileWidth width, DownProjectionDgradE4m3Arguments const& args) {
-  using Wide = DownProjectionDgradE4m3Config<ActivationKind::swiglu, TileWidth::k256>;
-  using Narrow = DownProjectionDgradE4m3Config<ActivationKind::swiglu, TileWidth::k128>;
-  return width == TileWidth::k256
-             ? launch_down_projection_dgrad_e4m3_config<Wide>(args, 2, nullptr)
-             : launch_down_projection_dgrad_e4m3_config<Narrow>(args, 2, nullptr);
-}
 
 class Problem {
  public:
@@ -123,7 +114,8 @@ class Problem {
     args.intermediate = n_;
     args.experts = static_cast<std::int32_t>(experts_);
     args.gmem_tile_counter = counter_.get();
-    ASSERT_EQ(launch(outputs.width, args), cudaSuccess);
+    using Config = DownProjectionDgradE4m3Config<ActivationKind::swiglu>;
+    ASSERT_EQ(launch_down_projection_dgrad_e4m3_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "");
     std::int64_t expert = 0;
     for (std::int64_t r = 0; r < rows_; ++r) {
@@ -247,60 +239,54 @@ class Problem {
   Memory<std::int32_t> counter_{1, 0};
 };
 
-class DownProjectionDgradE4m3 : public testing::TestWithParam<TileWidth> {};
-
 // Tiles without rows, of 1, 64 and 65 rows; several n_tiles.
-TEST_P(DownProjectionDgradE4m3, ShortRows) {
+TEST(DownProjectionDgradE4m3, ShortRows) {
   Problem const p({65, 0, 129, 1, 64}, 256, 512);
   for (emulator::Schedule const& schedule :
        {emulator::Schedule{.seed = 1}, {.seed = 2, .burst = 64}, {.seed = 3, .copies = 256}}) {
-    ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam()}, schedule)) << schedule.seed;
+    ASSERT_NO_FATAL_FAILURE(p.check({}, schedule)) << schedule.seed;
   }
 }
 
-TEST_P(DownProjectionDgradE4m3, LongRowsOfK) {
+TEST(DownProjectionDgradE4m3, LongRowsOfK) {
   Problem const p({3, 150}, 1152, 256);
-  ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam()}, {.seed = 4}));
+  ASSERT_NO_FATAL_FAILURE(p.check({}, {.seed = 4}));
 }
 
-TEST_P(DownProjectionDgradE4m3, CodesOverThoseOfH) {
+TEST(DownProjectionDgradE4m3, CodesOverThoseOfH) {
   Problem const p({70, 1, 60}, 128, 512);
   for (emulator::Schedule const& schedule :
        {emulator::Schedule{.seed = 5}, {.seed = 6, .burst = 64}, {.seed = 7, .copies = 256}}) {
-    ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam(), .over_h = true}, schedule))
-        << schedule.seed;
+    ASSERT_NO_FATAL_FAILURE(p.check({.over_h = true}, schedule)) << schedule.seed;
   }
 }
 
-TEST_P(DownProjectionDgradE4m3, StoresWhatIsAskedFor) {
+TEST(DownProjectionDgradE4m3, StoresWhatIsAskedFor) {
   Problem const p({40, 90}, 128, 256);
-  ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam(), .dh = false}, {.seed = 8}));
-  ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam(), .dh8 = false}, {.seed = 9}));
-  ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam(), .a_scaled = false}, {.seed = 10}));
-  ASSERT_NO_FATAL_FAILURE(p.check({.width = GetParam(), .partials = false}, {.seed = 11}));
+  ASSERT_NO_FATAL_FAILURE(p.check({.dh = false}, {.seed = 8}));
+  ASSERT_NO_FATAL_FAILURE(p.check({.dh8 = false}, {.seed = 9}));
+  ASSERT_NO_FATAL_FAILURE(p.check({.a_scaled = false}, {.seed = 10}));
+  ASSERT_NO_FATAL_FAILURE(p.check({.partials = false}, {.seed = 11}));
 }
 
-// The last tile of two blocks has one, or is the only one.
-TEST_P(DownProjectionDgradE4m3, HalvesOfATile) {
-  Outputs const outputs = {.width = GetParam()}, over_h = {.width = GetParam(), .over_h = true};
-  ASSERT_NO_FATAL_FAILURE(Problem({65, 0, 3}, 256, 384).check(outputs, {.seed = 12}));
-  ASSERT_NO_FATAL_FAILURE(Problem({66, 1}, 128, 128).check(over_h, {.seed = 13}));
+// The last tile has one block of 128 columns, or is the only one.
+TEST(DownProjectionDgradE4m3, HalvesOfATile) {
+  ASSERT_NO_FATAL_FAILURE(Problem({65, 0, 3}, 256, 384).check({}, {.seed = 12}));
+  ASSERT_NO_FATAL_FAILURE(Problem({66, 1}, 128, 128).check({.over_h = true}, {.seed = 13}));
 }
 
-TEST_P(DownProjectionDgradE4m3, RefusesPartsOfABlock) {
+TEST(DownProjectionDgradE4m3, RefusesPartsOfABlock) {
   DownProjectionDgradE4m3Arguments args = {};
+  using Config = DownProjectionDgradE4m3Config<ActivationKind::swiglu>;
   args.hidden = 192;
   args.intermediate = 256;
-  EXPECT_EQ(launch(GetParam(), args), cudaErrorInvalidValue);
+  EXPECT_EQ(launch_down_projection_dgrad_e4m3_config<Config>(args, 2, nullptr),
+            cudaErrorInvalidValue);
   args.hidden = 256;
   args.intermediate = 320;
-  EXPECT_EQ(launch(GetParam(), args), cudaErrorInvalidValue);
+  EXPECT_EQ(launch_down_projection_dgrad_e4m3_config<Config>(args, 2, nullptr),
+            cudaErrorInvalidValue);
 }
-
-INSTANTIATE_TEST_SUITE_P(Widths, DownProjectionDgradE4m3,
-                         testing::Values(TileWidth::k128, TileWidth::k256), [](auto const& width) {
-                           return width.param == TileWidth::k256 ? "Of256" : "Of128";
-                         });
 
 }  // namespace
 }  // namespace tessera::cuda

@@ -42,7 +42,7 @@ class ActivationGradientE4m3Epilogue {
  public:
   static constexpr GemmConfig kGemm = Core::kGemm;
   static constexpr EpilogueMode kMode = EpilogueMode::kApart;
-  static constexpr int kGroups = kGemm.column_groups();
+  static constexpr int kGroups = 2;
   static constexpr int kRowNumbers = 1 + 2 * kGroups;  // a score, and scales of g and u
   static constexpr uint32_t kTurnBytes = kRowNumbers * kGemm.tile.m * sizeof(float);
   using HeldTile = typename Core::HeldTile;
@@ -51,7 +51,7 @@ class ActivationGradientE4m3Epilogue {
   template <class Storage>
   __device__ __forceinline__ ActivationGradientE4m3Epilogue(Storage& smem, Params const& p)
       : p_(p), held_(smem), smem_numbers_(arch::shared_address(smem.rows)) {
-    static_assert(Function::kGated && kGemm.b_halves() == 1);
+    static_assert(Function::kGated && kGemm.b_halves() == 1 && kGemm.column_groups() == kGroups);
     static_assert(kGemm.epilogue.row_numbers == kRowNumbers);
   }
 

@@ -150,19 +150,12 @@ struct GemmConfig {
 
   // One CTA per SM: 384 threads enter with 168 registers each (64512 in all), 512 with 128.
   consteval int producer_registers() const {
-    return stores_apart()             ? 512 - 2 * consumer_registers() - epilogue_registers()
-           : gathers()                ? 56
-           : consumer_warpgroups == 2 ? 40
-                                      : 32;
+    return stores_apart() ? 48 : gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32;
   }
-  // Apart; gate and up have more scales, which consumers hold.
-  consteval int epilogue_registers() const {
-    return tile.n == 128 ? 120 : b_halves() == 2 ? 48 : 64;
-  }
+  // Apart: of 464, what consumers leave. An epilogue that reads has most to do.
+  consteval int epilogue_registers() const { return epilogue.row_numbers != 0 ? 64 : 48; }
   consteval int consumer_registers() const {
-    return stores_apart()             ? (tile.n == 128     ? 168
-                                         : b_halves() == 2 ? 208
-                                                           : 200)
+    return stores_apart()             ? (epilogue.row_numbers != 0 ? 200 : 208)
            : consumer_warpgroups == 2 ? (gathers() ? 224 : 232)
                                       : (gathers() ? 152 : 160);
   }

@@ -15,7 +15,7 @@ struct ScaleParams {
   int64_t a_row_step, a_k_step;
   // Halves along rows: (segments, n_tiles, k_tiles, 2); else (segments, b_blocks, k_tiles).
   float const* gmem_b;
-  int b_blocks;  // of 128 rows of B; an odd number: the last tile of two has one
+  int b_blocks;  // of 128 rows of B; an odd number: the last tile has one
 };
 
 // Numbers of each row of two tiles, in turns, that the storing warpgroup asks for.
@@ -40,13 +40,12 @@ consteval bool valid_scaled(GemmConfig c) {
   if (c.a.element != Element::kE4m3 || c.b.element != Element::kE4m3)
     throw "a, b: e4m3 with scales";
   if (c.tile.k != kScaleBlock) throw "tile.k: a block of the scales";
-  if (c.b.halves == Halves::kAlongK || (c.b_halves() == 2 && c.tile.n != 2 * kScaleBlock))
-    throw "tile.n: a block of either half, or one or two blocks, so that a column group has one scale";
+  if (c.b.halves == Halves::kAlongK || c.tile.n != 2 * kScaleBlock)
+    throw "tile.n: a block of either half or two blocks, so that a tile of B has two scales";
   if (!c.gathers() || c.tile.m != 128) throw "tile.m: a row for each producer thread";
   if (c.b.major != Major::kK || c.varlen_k() || c.ping_pong() || c.cluster_m() > 1 || c.keeps_b())
     throw "scales with varlen-M, K-major B in the ring, cooperative warpgroups, no multicast";
-  if (!c.stores_apart() || c.epilogue.slabs != c.tile.n / kSlabColumns || c.hands_over() ||
-      c.takes_over())
+  if (!c.stores_apart() || c.epilogue.slabs != 4 || c.hands_over() || c.takes_over())
     throw "epilogue: apart, and the whole tile in slabs; no handover";
   return true;
 }

@@ -6,7 +6,7 @@
 //          (P,2n) e4m3 with scales (2n/128,P4); dh (P,2n), a' (P,n) bf16; ds partials (P,n/128) fp32
 // Work     2*R*n*d FLOP; bytes: dO8 T*d..R*d, w8_down E*n*d, h8 2*R*n, dh 4*R*n, dh8 2*R*n, a' 2*R*n, and 1/32 of those
 //          of codes in scales; bound by bytes up to d = 1700, by the tensor cores above
-// Schedule as up_projection_fwd_e4m3, of tiles of 128 x 256 or 128 x 128 of t
+// Schedule as up_projection_fwd_e4m3, of tiles of 128 x 256 of t
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | next tile: fill s0           (wait empty, arrive full)
 //   WG1,2 consumers |         | group 0, promote, group 1, promote | .. | hold t   (wait full, arrive empty)
 //   WG3 stores      | ask for scores, scales of h, h8 to L2 | derivative, codes, stores  (wait held, arrive stored)

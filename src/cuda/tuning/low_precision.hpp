@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of the GEMMs that read e4m3. Three stages of 48 KB, or five of 32, and the whole tile in slabs, for
-// the warpgroup that stores. docs/notebook/2026-11-27-fp8-up-projection.md, 2026-11-28-fp8-backward.md
+// Configurations of the GEMMs that read e4m3. Three stages of 48 KB, and the whole tile in slabs, for the
+// warpgroup that stores. docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
 #include "gemm_backward.hpp"
@@ -22,16 +22,13 @@ struct UpProjectionFwdE4m3Config {
       .order = {.raster_n = kForwardRaster}};
 };
 
-// Their B is one matrix; row_numbers is what the epilogue asks for. Narrow tiles leave registers to an epilogue that
-// has much to do, and load a third more bytes.
-constexpr gemm::GemmConfig one_half_e4m3(int row_numbers, TileWidth width = TileWidth::k256) {
-  return {.tile = {128, width == TileWidth::k256 ? 256 : 128, 128},
-          .stages = width == TileWidth::k256 ? 3 : 5,
+// Their B is one matrix; row_numbers is what the epilogue asks for.
+constexpr gemm::GemmConfig one_half_e4m3(int row_numbers) {
+  return {.tile = {128, 256, 128},
+          .stages = 3,
           .a = {.element = gemm::Element::kE4m3, .loader = gemm::Loader::kGather},
           .b = {.element = gemm::Element::kE4m3, .boxes = gemm::Boxes::kTile},
-          .epilogue = {.mode = gemm::EpilogueMode::kApart,
-                       .slabs = width == TileWidth::k256 ? 4 : 2,
-                       .row_numbers = row_numbers},
+          .epilogue = {.mode = gemm::EpilogueMode::kApart, .slabs = 4, .row_numbers = row_numbers},
           .order = {.raster_n = kForwardRaster}};
 }
 
@@ -45,11 +42,11 @@ struct UpProjectionDgradE4m3Config {
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 
-// A score of each row, and two scales of its codes of h in each column group.
-template <ActivationKind kKind, TileWidth kWidth = TileWidth::k256>
+// A score of each row, and four scales of its codes of h.
+template <ActivationKind kKind>
 struct DownProjectionDgradE4m3Config {
   static constexpr ActivationKind activation = kKind;
-  static constexpr gemm::GemmConfig gemm = one_half_e4m3(kWidth == TileWidth::k256 ? 5 : 3, kWidth);
+  static constexpr gemm::GemmConfig gemm = one_half_e4m3(5);
 };
 
 }  // namespace tessera::cuda

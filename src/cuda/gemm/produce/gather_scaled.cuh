@@ -42,7 +42,7 @@ class ScaleGather {
   int ahead_;
 };
 
-// The scales of B in a k_tile: of gate and up, or of each column group. Called by one thread.
+// The two scales of B in a k_tile. Called by one thread.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void copy_b_scales(ScaledStorage<kGemm>& smem, int stage,
                                               GemmParams const& p, ScaleParams const& scales,
@@ -52,14 +52,11 @@ __device__ __forceinline__ void copy_b_scales(ScaledStorage<kGemm>& smem, int st
     int64_t const first = (int64_t{tile.segment} * p.n_tiles + tile.n_tile) * 2 * p.k_tiles;
     arch::cp_async_8(to, scales.gmem_b + first + 2 * k_tile);
   } else {
-    int const block = kGemm.column_groups() * tile.n_tile;
+    int const block = 2 * tile.n_tile;
     int64_t const first = (int64_t{tile.segment} * scales.b_blocks + block) * p.k_tiles + k_tile;
     arch::cp_async_4(to, scales.gmem_b + first);
-    if constexpr (kGemm.column_groups() == 2) {
-      // A block that does not exist has sums of zeros; any scale will do.
-      int const step = block + 1 < scales.b_blocks ? p.k_tiles : 0;
-      arch::cp_async_4(to + 4, scales.gmem_b + first + step);
-    }
+    // A block that does not exist has sums of zeros; any scale will do.
+    arch::cp_async_4(to + 4, scales.gmem_b + first + (block + 1 < scales.b_blocks ? p.k_tiles : 0));
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 64 rows x tile.n columns of a consumer warpgroup lie in its slabs, in bf16, for the warpgroup that stores: what
+// 64 rows x 256 columns of a consumer warpgroup lie in its four slabs, in bf16, for the warpgroup that stores: what
 // deferred.cuh does with two slabs and registers. A warp fills its own 16 rows, and one warp reads them. A piece is
 // four rows of all columns. Gated: slabs are gate, up of the first column group, then of the second.
 #pragma once
@@ -15,7 +15,6 @@ template <GemmConfig kGemm>
 class HeldTile {
  public:
   static constexpr int kPieces = 4, kPieceRows = kWarpRows / kPieces;
-  static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
   static constexpr uint32_t kRowBytes = kSlabColumns * sizeof(bf16);
   static constexpr uint32_t kSlabBytes = kSubtileM * kRowBytes;
   static constexpr uint32_t kPieceBytes = kPieceRows * kRowBytes;
@@ -27,11 +26,11 @@ class HeldTile {
     uint32_t const thread = arch::forgotten(threadIdx.x) - arch::kWarpgroupThreads;
     uint32_t const lane = thread % arch::kWarpThreads;
     uint32_t const rows = arch::shared_address(smem.slabs) +
-                          thread / arch::kWarpgroupThreads * (kSlabs * kSlabBytes) +
+                          thread / arch::kWarpgroupThreads * (4 * kSlabBytes) +
                           warp_of(thread) * (kWarpRows * kRowBytes) + lane % 16 * kRowBytes +
                           ((lane / 16 ^ lane % 8) << 4);
     TESSERA_UNROLL
-    for (int slab = 0; slab < kSlabs; ++slab) {
+    for (int slab = 0; slab < 4; ++slab) {
       fill_warp_rows(rows + slab * kSlabBytes, [&](int i) { return acc.packed(slab, i); });
     }
     __syncwarp();
@@ -40,7 +39,7 @@ class HeldTile {
   // Belongs to the warpgroup that stores, whose warps have the rows of the same warps of a consumer.
   __device__ __forceinline__ explicit HeldTile(SharedStorage<kGemm>& smem)
       : smem_(smem), smem_slabs_(arch::shared_address(smem.slabs)) {
-    static_assert(kGemm.epilogue.slabs == kSlabs);
+    static_assert(kGemm.epilogue.slabs == 4);
   }
   // Places are those of this consumer's rows.
   __device__ __forceinline__ void of(int consumer) {

@@ -5,10 +5,9 @@
 //   a warpgroup: wait full[s] | 4 x m64n128k32 of group 0 -> partial | scales | wait | acc[0] += partial * scales |
 //                4 x m64n128k32 of group 1 -> partial | look at full[s+1] | wait | arrive empty[s] |
 //                acc[1] += partial * scales
-// With one column group that is the first and the last. It never has two groups of wgmmas in flight; those of the
-// other warpgroup fill the tensor cores meanwhile. Sums are those of k_tiles in their order, each added by one FMA. The
-// tensor cores wait for whatever else a warpgroup does: it fills slabs behind a tile's k loop, and another has the
-// epilogue.
+// It never has two groups of wgmmas in flight; those of the other warpgroup fill the tensor cores meanwhile. Sums are
+// those of k_tiles in their order, each added by one FMA. Whatever else a warpgroup does, the tensor cores wait for:
+// it fills slabs behind a tile's k loop, and another warpgroup has the epilogue.
 // docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
@@ -78,10 +77,12 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
                                                 PipelineState<kGemm>& state,
                                                 Accumulators<kGemm>& acc, int row, int k_tiles) {
   constexpr uint64_t kGroupStep = kGemm.b.bytes(kGroupColumns, kGemm.tile.k) / 16;
-  constexpr int kGroups = kGemm.column_groups();
+  // Held, as ptxas puts what works it out between wgmmas; consumers with few registers work it out anew in each k_tile.
+  constexpr bool kHoldsRow = kGemm.consumer_registers() >= 208;
+  int const held_row = kHoldsRow ? scaled_row() : 0;
   // Not by a flag of the first products: ptxas puts the selects between the wgmmas of a group.
   TESSERA_UNROLL
-  for (int i = 0; i < kGroups * 64; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
+  for (int i = 0; i < kGroupColumns; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
   bool full = false;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
@@ -90,18 +91,18 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
     uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
     ScaleFactors factors;
     TESSERA_UNROLL
-    for (int group = 0; group < kGroups; ++group) {
-      bool const is_last = group + 1 == kGroups;
+    for (int group = 0; group < 2; ++group) {
       float partial[kGroupColumns / 2];
       issue_scaled(partial, a, b + group * kGroupStep);
-      if (group == 0) factors = scale_factors<kGemm>(smem, stage, scaled_row());
-      if (is_last) {
+      if (group == 0) {
+        factors = scale_factors<kGemm>(smem, stage, kHoldsRow ? held_row : scaled_row());
+      } else {
         state.advance();
         full = k_tile + 1 < k_tiles && is_full<kGemm>(smem, state);
         if (full) arch::fence_proxy_async_shared();
       }
       arch::wgmma_wait<0>();
-      if (is_last) release_stage<kGemm>(smem, stage);
+      if (group == 1) release_stage<kGemm>(smem, stage);
       promote<kGemm>(Fragments::of(acc, group), partial, factors, group);
     }
   }

@@ -268,6 +268,22 @@ class Measured(unittest.TestCase):
         self.assertLess(rows["tessera"]["loss_apart"], 1e-3)
         self.assertGreater(rows["no-experts"]["loss_apart"], 1e-4)
 
+    def test_clipping(self):
+        """The optimizer's division does what clip_grad_norm_ does, above the limit and below it."""
+        for scale in (10.0, 1e-3):
+            ours, wanted = (torch.nn.Parameter(torch.linspace(-1, 1, 60).view(6, 10)) for _ in range(2))
+            gradient = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * scale
+            optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (ours, wanted)]
+            for _ in range(2):
+                ours.grad, wanted.grad = gradient.clone(), gradient.clone()
+                norm = training.clipped_step(optimizers[0], [ours])
+                torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([wanted], training.CLIP))
+                optimizers[1].step()
+            torch.testing.assert_close(ours, wanted)
+            moments = [o.state[p]["exp_avg"] for o, p in zip(optimizers, (ours, wanted), strict=True)]
+            torch.testing.assert_close(*moments)
+            self.assertGreater(moments[0].abs().max().item(), 1e-5)
+
     def test_collapsed_routing_is_not_timed(self):
         a = argparse.Namespace(warm_up=20, most_loaded=4.0)
         measure.refuse_collapsed(4.0, a)

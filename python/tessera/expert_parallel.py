@@ -20,6 +20,7 @@ from tessera.expert_parallel_checks import check_shapes, narrowed
 from tessera.expert_parallel_library import TENSORS
 from tessera.expert_parallel_session import ADDRESS_WORDS, PreparedPass, Session, check_devices
 from tessera.hosts.experts import HostsExperts, over_hosts
+from tessera.ops.prepared_calls import guard
 
 
 class ExpertParallel:
@@ -176,11 +177,26 @@ class ExpertParallel:
         return out
 
     def _general(self, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
-        """A pass with gradients or biases."""
-        if (b_up is None) != (b_down is None):
-            raise ValueError("b_up, b_down: give both or neither")
+        """A pass with gradients or biases. Tensors that are like those of the last such pass are not checked again."""
         session, training = self._session, expert_parallel_training
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
+        given = tensors if b_up is not None and b_down is not None else tensors[:5]
+        kind = "general", len(given), torch.is_grad_enabled()
+        like_before = session.training and session.passes.get(kind)
+        if out is not None or len(given) == 5 and b_up is not b_down or like_before is None or not like_before(*given):
+            self._check_general(tensors, out)
+            session.passes[kind] = guard(given)
+        if topk_ids.dtype is torch.int64:
+            topk_ids = narrowed(topk_ids, session.desc.experts)
+        elsewhere = torch._C._cuda_getDevice() != session.device.index
+        with torch.cuda.device(session.device) if elsewhere else contextlib.nullcontext():
+            return training.run(session, layer, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up, b_down)
+
+    def _check_general(self, tensors: tuple, out) -> None:
+        session, training = self._session, expert_parallel_training
+        b_up, b_down = tensors[5:]
+        if (b_up is None) != (b_down is None):
+            raise ValueError("b_up, b_down: give both or neither")
         if session.training is None and (training.needs_gradients(*tensors) or not session.fuses(*tensors[3:])):
             raise RuntimeError("a pass with gradients, or with biases that one launch does not take (of another "
                                "activation than clamped-swiglu, or beside tensors that are not contiguous): make the "
@@ -189,11 +205,6 @@ class ExpertParallel:
             raise ValueError("out: a pass with gradients or biases makes its own result")
         check_devices((*TENSORS[:5], "b_up", "b_down"), tensors, session.device)
         check_shapes(session.desc, torch.bfloat16, *tensors)
-        if topk_ids.dtype is torch.int64:
-            topk_ids = narrowed(topk_ids, session.desc.experts)
-        elsewhere = torch._C._cuda_getDevice() != session.device.index
-        with torch.cuda.device(session.device) if elsewhere else contextlib.nullcontext():
-            return training.run(session, layer, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up, b_down)
 
     def input(self, tokens: int) -> torch.Tensor:
         """The place of x in this rank's window: a pass on what is written there copies nothing.

@@ -18,13 +18,13 @@ from torch import distributed
 from tessera import library, options
 from tessera.expert_parallel_checks import call_within, gather, refuse_differences
 from tessera.expert_parallel_library import TENSORS, Desc, InferenceArgs, load
+from tessera.expert_parallel_side_stream import SideStream
 from tessera.ops import prepared_calls
 
 MAX_RANKS = 8
 MAX_SECONDS = 86400  # the longest time_limit, a day
 OPENING_SECONDS = 120  # that ranks wait at least for each other's windows, once all have said that they will open one
 MAX_CALLS = 256  # prepared calls that a session holds
-SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
 # Where the structs of inference have the addresses of TENSORS.
 ADDRESS_WORDS = tuple([prepared_calls.field_word(InferenceArgs, name) for name in TENSORS])
 
@@ -88,46 +88,6 @@ def training_options(desc: Desc, max_rows: int | None, save: str = "h") -> Train
     text = options.Options(activation=options.ACTIVATIONS[desc.activation], alpha=desc.alpha, limit=desc.limit,
                            up_offset=desc.up_offset, grouping="offsets").text()
     return TrainingOptions(text, row_limit, max_rows, save)
-
-
-class SideStream:
-    """A stream beside the current one, on which rows come and go while the GPU multiplies."""
-
-    def __init__(self):
-        self.stream = self.main = self.begun = None
-
-    @contextlib.contextmanager
-    def fork(self):
-        """What is enqueued in it waits for what the current stream has, and runs while that goes on."""
-        if self.stream is None:
-            self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
-            self.begun.record(self.stream)  # makes the event
-        # torch looks the device up each time where its index is missing, and in its own contexts.
-        self.main = torch.cuda.current_stream(torch._C._cuda_getDevice())
-        self.stream.wait_stream(self.main)
-        torch.cuda.set_stream(self.stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(self.main)
-
-    @contextlib.contextmanager
-    def call(self, wanted: bool):
-        """The call of the library that is enqueued in it, with the arguments that it gives, runs while what follows
-        does; without `wanted` it runs before that."""
-        if not wanted:
-            self.join()
-            yield {}
-            return
-        with self.fork():
-            yield {"options": (("sms", SIDE_SMS),), "begun": self.begun.cuda_event}
-        self.main.wait_event(self.begun)  # what follows would take all SMs
-
-    def join(self) -> None:
-        """The current stream waits for what the side stream has."""
-        if self.main is not None:
-            self.main.wait_stream(self.stream)
-        self.main = None
 
 
 class _WindowMemory:
@@ -213,6 +173,14 @@ class Session:
             self._streams.add(stream)
         return stream
 
+    def side_stream(self) -> int:
+        """The side stream, as `stream` has the current one."""
+        stream = self.side.stream.cuda_stream
+        if stream not in self._streams:
+            self._workspace.record_stream(self.side.stream)
+            self._streams.add(stream)
+        return stream
+
     def place(self, name: str) -> torch.Tensor:
         """The place of x (`input`) or second_x (`second_input`) [max_tokens,d] in this rank's window."""
         if name not in self._places:
@@ -233,7 +201,7 @@ class Session:
         once, and only addresses change from call to call. options: (name, value) of other fields; begun: an event's
         address."""
         key = name, options, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
-        prepared = self._calls.get(key) or self._prepare(key, lambda: _describe(kind, options, tensors))
+        prepared = self.prepared(key, lambda: described_call(kind, options, tensors))
         args, words, places = prepared
         for place, tensor in zip(places, [t for t in tensors.values() if t is not None], strict=True):
             words[place] = tensor.data_ptr()
@@ -242,7 +210,11 @@ class Session:
         function = getattr(load(), f"tessera_expert_parallel_{name}")
         library.check(function(self.handle, addressof(args), self.stream()))
 
-    def _prepare(self, key: tuple, make) -> tuple:
+    def prepared(self, key: tuple, make):
+        """What make() has given for the key."""
+        return self._calls.get(key) or self._prepare(key, make)
+
+    def _prepare(self, key: tuple, make):
         if len(self._calls) >= MAX_CALLS:
             self._calls.clear()
         prepared = self._calls[key] = make()
@@ -252,7 +224,7 @@ class Session:
         """The routing tables of rows that lie sorted by expert, each with its score, for a backward pass of the
         experts on them: routing_of_groups of routing.hpp."""
         key = "routing_of_groups", row_scores.shape
-        prepared = self._calls.get(key) or self._prepare(
+        prepared = self.prepared(
             key, lambda: prepared_routing(self.desc, self.training.text, expert_offsets, row_scores))
         return routing_of_groups(prepared, expert_offsets, row_scores, self.stream())
 
@@ -326,7 +298,7 @@ def routing_of_groups(prepared: tuple, expert_offsets: torch.Tensor, row_scores:
     return tables
 
 
-def _describe(kind: type, options: tuple, tensors: dict) -> tuple:
+def described_call(kind: type, options: tuple, tensors: dict) -> tuple:
     """(args, their words of 64 bits, which of these are addresses)."""
     args, places = kind(ctypes.sizeof(kind)), []
     for name, value in options:

@@ -17,26 +17,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs, RouteArgs
+from tessera.expert_parallel_prepared import PreparedBackward, PreparedForward, Tables
 from tessera.expert_parallel_session import Session
-from tessera.ops.autograd import captures, keeps_graph
+from tessera.ops.autograd import captures, direct, keeps_graph, plain_saving
 from tessera.ops.layer import GRADIENTS, prepared_forward, run_backward_input, run_backward_weights
 
 # Bytes of x from which on its rows come on the side stream while GEMMs run: with fewer the host would be late.
 SIDE_STREAM_BYTES = 8 << 20
-
-
-class Tables(NamedTuple):
-    """DispatchTables of expert_parallel.hpp."""
-
-    expert_offsets: torch.Tensor
-    row_origins: torch.Tensor
-    row_scores: torch.Tensor
-
-    @staticmethod
-    def empty(session: Session, rows: int, like: torch.Tensor) -> "Tables":
-        experts = session.desc.experts // session.desc.ranks
-        return Tables(like.new_empty(experts + 1, dtype=torch.int32), like.new_empty((rows, 4), dtype=torch.int32),
-                      like.new_empty(rows, dtype=torch.float32))
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
@@ -131,12 +118,15 @@ def _dispatch_on_side_stream(session: Session, x, second_x, topk_ids, tables: Ta
     return rows, second_rows
 
 
+def _rows_of_x_apart(session: Session, needs: tuple, h) -> bool:
+    """Only gradients of weights read rows of x, unless h has to be made again. All ranks decide alike."""
+    desc = session.desc
+    return h.dim() == 2 and any(needs[3:]) and 2 * desc.max_tokens * desc.hidden >= SIDE_STREAM_BYTES
+
+
 def _dispatch_saved(session: Session, needs: tuple, d_o, x, topk_ids, tables: Tables, h, may_overflow: bool) -> tuple:
     """(rows of d_o, rows of x), as the tables of a forward pass say. needs: as in _run_backward."""
-    # Only gradients of weights read rows of x, unless h has to be made again. All ranks decide alike.
-    desc = session.desc
-    on_side = h.dim() == 2 and any(needs[3:]) and 2 * desc.max_tokens * desc.hidden >= SIDE_STREAM_BYTES
-    dispatch = _dispatch_on_side_stream if on_side else _dispatch
+    dispatch = _dispatch_on_side_stream if _rows_of_x_apart(session, needs, h) else _dispatch
     return dispatch(session, d_o, x, topk_ids, tables, may_overflow)
 
 
@@ -166,20 +156,18 @@ def _run_unfused(session: Session, layer: int, x, topk_ids, topk_weights, weight
 
 
 def _run_fused(session: Session, layer: int, x, topk_ids, topk_weights, weights: tuple) -> tuple:
-    """(o, tables, h) of a forward pass in one launch."""
+    """(o, memory of the tables, h) of a forward pass in one launch; h is empty unless it is saved."""
     training = session.training
     count = training.max_rows
     if count is None:
         _refuse_capture(x)
         last = session.rows_of_last_pass(layer)
         count = _memory_after(topk_ids.numel() if last is None else last, training.row_limit)
-    tables, h = Tables.empty(session, count, x), None
-    if training.save == "h":
-        h = x.new_empty((count, weights[0].shape[1]))
-    o = _launch(session, (("may_overflow", int(training.max_rows is None)),), x, topk_ids, topk_weights, weights, h=h,
-                **tables._asdict())
+    key = "forward pass", count, x.shape, x.stride(), weights[2] is None
+    prepared = session.prepared(key, lambda: PreparedForward(session, count, x, topk_ids.shape[1], weights))
+    memory, o, h = prepared.run(session, [x, topk_ids, topk_weights, *[w for w in weights if w is not None]])
     session.passes_counted += 1
-    return o, tables, x.new_empty(0) if h is None else h
+    return o, memory, h
 
 
 def _launch(session: Session, options: tuple, x, topk_ids, topk_weights, weights: tuple, **saved) -> torch.Tensor:
@@ -210,11 +198,12 @@ def forward_saved(session: Session, layer, x, topk_ids, topk_weights, weights: t
     if not session.fuses(*weights):
         o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, session.training.save == "h")
     else:
-        o, tables, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+        o, memory, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
         if session.training.max_rows is None:
             _ask(session, layer)
             if not session.all_fit:  # now it is known for how many rows there has to be memory
-                o, tables, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+                o, memory, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+        tables = _tables_in(session, memory)
     return o, SavedPass(x, topk_ids, topk_weights, h, *tables)
 
 
@@ -228,44 +217,86 @@ def backward_saved(session: Session, saved: SavedPass, d_o, weights: tuple, buff
     return dx, dscores
 
 
+def _tables_in(session: Session, memory: torch.Tensor) -> Tables:
+    return Tables.within(memory, session.desc.experts // session.desc.ranks)
+
+
 class _Experts(torch.autograd.Function):
-    """One pass. The number of one in one launch without max_rows is saved: where forward runs again for backward, the
-    rows that count are those of the pass that left the saved tables."""
+    """A pass whose forward is unfused."""
 
     @staticmethod
     def forward(ctx, session: Session, layer: int, x, topk_ids, topk_weights, *weights):
-        ctx.made, number = (session, layer), None
-        if session.fuses(*weights):
-            o, tables, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
-            if session.training.max_rows is None:
-                number = torch.tensor(session.passes_counted, device="cpu")
-        else:
-            saves_h = session.training.save == "h"
-            o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, saves_h)
-        ctx.save_for_backward(x, topk_ids, topk_weights, h, *tables, number, *weights)
+        ctx.session = session
+        o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, session.training.save == "h")
+        ctx.save_for_backward(x, topk_ids, h, *tables, *weights)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        session, layer = ctx.made
-        training, needs, d_o = session.training, ctx.needs_input_grad[2:], d_o.contiguous()
-        x, topk_ids, topk_weights, h, *others = ctx.saved_tensors
-        tables, number, weights = Tables(*others[:3]), others[3], others[4:]
-        may_overflow = number is not None
-        if may_overflow:
+        x, topk_ids, h, *others = ctx.saved_tensors
+        tables, weights, needs = Tables(*others[:3]), others[3:], ctx.needs_input_grad[2:]
+        rows = _dispatch_saved(ctx.session, needs, d_o.contiguous(), x, topk_ids, tables, h, False)
+        return None, None, *_run_backward(ctx.session, x, topk_ids, needs, *rows, tables, h, weights)
+
+
+class _FusedExperts(torch.autograd.Function):
+    """A pass whose forward is one launch. Without max_rows its number is saved, too: where forward runs again for
+    backward, the rows that count are those of the pass that left these tables."""
+
+    @staticmethod
+    def forward(ctx, session: Session, layer: int, x, topk_ids, topk_weights, *weights):
+        o, memory, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+        number = None
+        if session.training.max_rows is None:
+            number = torch.tensor(session.passes_counted, device="cpu")
+        ctx.save_for_backward(x, topk_ids, topk_weights, h, memory, number, *weights)
+        # Hooks on saved tensors may hand other strides back.
+        ctx.made = session, layer, plain_saving()
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        (session, layer, alike), needs, d_o = ctx.made, ctx.needs_input_grad[2:], d_o.contiguous()
+        x, topk_ids, topk_weights, h, memory, number, *weights = ctx.saved_tensors
+        if number is not None:
             _refuse_capture(x)
-        rows = *_dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, may_overflow), tables
-        gradients = _run_backward(session, x, topk_ids, needs, *rows, h, weights)
-        if may_overflow:
+        saved = x, topk_ids, h, memory
+        run = _backward_prepared if alike else _backward_of_any
+        gradients = run(session, needs, d_o, saved, weights, number is not None)
+        if number is not None:
             count, all_fit = session.routed_rows(session.passes_counted - number.item())
             session.remember_rows(layer, count)
             if not all_fit:
-                del rows, gradients  # frees memory for the other pass
+                del gradients  # frees memory for the other pass
                 rows = _dispatch_new(session, layer, d_o, x, topk_ids, topk_weights,
-                                     memory_for(count, training.row_limit), False)
+                                     memory_for(count, session.training.row_limit), False)
                 gradients = _run_backward(session, x, topk_ids, needs, *rows, x.new_empty(0), weights)
         return None, None, *gradients
+
+
+def _backward_of_any(session: Session, needs: tuple, d_o, saved: tuple, weights, may_overflow: bool) -> tuple:
+    x, topk_ids, h, memory = saved
+    tables = _tables_in(session, memory)
+    rows = _dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, may_overflow)
+    return _run_backward(session, x, topk_ids, needs, *rows, tables, h, weights)
+
+
+def _backward_prepared(session: Session, needs: tuple, d_o, saved: tuple, weights, may_overflow: bool) -> tuple:
+    """The same calls of the library on weights as one launch takes them."""
+    x, topk_ids, h, memory = saved
+    side = uses_side_stream(x) and any(needs[3:])
+    over_h = h.dim() == 2 and not keeps_graph() and not (x.is_cuda and captures())
+    x_apart = _rows_of_x_apart(session, needs, h)
+    key = ("backward pass", needs, memory.shape, x.shape, x.stride(), weights[2] is None, over_h, x_apart, side,
+           may_overflow)
+    prepared = session.prepared(key, lambda: PreparedBackward(
+        session, d_o, saved, weights, wanted=_wanted_gradients(needs), with_dscores=needs[2], over_h=over_h,
+        may_overflow=may_overflow, side=side, x_apart=x_apart))
+    results = iter(prepared.run(session, d_o, x, topk_ids, h, memory, [w for w in weights if w is not None]))
+    dx = next(results)
+    return dx if needs[0] else None, None, *[next(results) if needed else None for needed in needs[2:]]
 
 
 def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows, tables: Tables, h,
@@ -294,7 +325,7 @@ def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows,
         into_up, into_down, into_b_up, into_b_down = buffers  # as WEIGHTS (ops/layer.py)
         results = run_backward_weights((d_o_rows, x_rows, routing, *layer, a_scaled, dh), text, bits,
                                        (into_up, None, into_down, into_b_up, None, into_b_down))
-        wanted = [name for name in GRADIENTS if _wants(name, needs)] if results else []
+        wanted = _wanted_gradients(needs) if results else ()
         made = dict(zip(wanted, results, strict=True))
     session.side.join()
     return dx if needs[0] else None, None, dscores, *[made.get(name) for name in _GRADIENT_OF]
@@ -308,6 +339,14 @@ def _wants(name: str, needs: tuple) -> bool:
     return name in _GRADIENT_OF and needs[_GRADIENT_OF[name]]
 
 
+def _wanted_gradients(needs: tuple) -> tuple:
+    return tuple([name for name in GRADIENTS if _wants(name, needs)])
+
+
+# Where `direct`: torch's own asks first whether functional transforms are active, tensor by tensor.
+_apply_directly = super(torch.autograd.Function, _FusedExperts).apply
+
+
 def needs_gradients(*tensors) -> bool:
     """Whether a pass on these tensors has gradients; those that are None are absent."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -319,7 +358,10 @@ def run(session: Session, layer: int, x, topk_ids, topk_weights, w_up, w_down, b
     weights = (w_up, w_down, b_up, b_down)
     x, topk_weights = _dense_rows(x), topk_weights.float().contiguous()
     if needs_gradients(x, topk_weights, *weights):
-        return _Experts.apply(session, layer, x, topk_ids, topk_weights, *weights)
+        if not session.fuses(*weights):
+            return _Experts.apply(session, layer, x, topk_ids, topk_weights, *weights)
+        apply = _apply_directly if direct() else _FusedExperts.apply
+        return apply(session, layer, x, topk_ids, topk_weights, *weights)
     if session.fuses(*weights):
         return _launch(session, (), x, topk_ids, topk_weights, weights)
     return _run_unfused(session, layer, x, topk_ids, topk_weights, weights, False)[0]

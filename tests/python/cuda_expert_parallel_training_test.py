@@ -4,6 +4,7 @@
 torchrun --nproc-per-node 2 cuda_expert_parallel_training_test.py
 """
 
+import contextlib
 import os
 import sys
 import unittest
@@ -234,6 +235,28 @@ class OnGpus(unittest.TestCase):
             self.assertEqual(bool(got[2].abs().max() == 0), rank + 1 < ranks)
             torch.cuda.synchronize()
             experts.check()
+            dist.barrier()
+            experts.close()
+
+    def test_prepared_passes_have_the_bits_of_others(self):
+        """Hooks on saved tensors take the way on which nothing is prepared."""
+        ranks = dist.get_world_size()
+        mine, own = self.parts()
+        x, ids, scores, d_o, weights = self.inputs([self.T] * ranks)
+        for save, max_rows, apart in (("h", None, 0), ("h", self.T * self.K * ranks, 1 << 30), ("x", None, 0)):
+            training.SIDE_STREAM_BYTES = apart
+            experts, results = self.make(save=save, max_rows=max_rows), []
+            leaves = [t.clone().requires_grad_() for t in (x[mine], scores[mine], weights[0][own], weights[1][own])]
+            for hooked in (False, True, False, False):
+                with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if hooked else \
+                        contextlib.nullcontext():
+                    o = experts(leaves[0], ids[mine], *leaves[1:])
+                results.append((o, *torch.autograd.grad(o, leaves, d_o[mine])))
+            torch.cuda.synchronize()
+            experts.check()
+            for others in results[1:]:
+                for a, b in zip(results[0], others, strict=True):
+                    self.assertTrue(torch.equal(a, b), f"save {save}, max_rows {max_rows}, apart {apart}")
             dist.barrier()
             experts.close()
 

@@ -18,6 +18,7 @@ from tessera import expert_parallel_training as training
 from tessera import library
 from tessera.ops import layer
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 SHAPE = {"max_tokens": 300, "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 3}
@@ -146,6 +147,32 @@ def cpu_session(activation: str = "swiglu", max_rows: int | None = None, save: s
     session = make_session(make_desc(activation, training=training, **SHAPE), max_rows, save)
     session.stream = lambda: None
     return session
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Unseen:
+    """A library whose own operations of torch nobody counts."""
+
+    def __init__(self, fake):
+        self.fake = fake
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            with _disable_current_modes():
+                return getattr(self.fake, name)(*arguments)
+
+        return call
 
 
 class OnCpu(unittest.TestCase):
@@ -365,51 +392,108 @@ class OnCpu(unittest.TestCase):
             again = torch.autograd.grad(o.sum(), (x, w_up))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
 
+    def test_a_step_is_calls_of_the_library_alone(self):
+        """No operation of torch between them: results and scratch memory are made without its dispatcher."""
+        for activation, with_bias, save in (("swiglu", False, "h"), ("swiglu", False, "x"),
+                                            ("clamped-swiglu", True, "h")):
+            ids, (x, scores, w_up, w_down, *biases) = self.tensors(activation, with_bias)
+            session, d_o = cpu_session(activation, 900, save), torch.randn(x.shape).bfloat16()
+            fake = OneRank(SHAPE["experts"], activation)
+            with mock.patch.object(session_module, "load", return_value=Unseen(fake)):
+                for _ in range(2):
+                    with Operations() as forward:
+                        o = training.run(session, 0, x, ids, scores, w_up, w_down, *biases)
+                    with Operations() as backward:
+                        torch.autograd.grad(o, (x, scores, w_up, w_down, *biases), d_o)
+            self.assertEqual(fake.calls, ["forward", "dispatch", "combine"] * 2)
+            self.assertEqual([name for name in forward.names if "detach" not in name], [])  # of saved parameters
+            self.assertEqual([name for name in backward.names if "detach" not in name], [])
+
     def test_the_side_stream(self):
-        """Rows of x come and those of dx go on it, in a captured step, too, with a bound of rows."""
-        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 300)
-        session, fake, made = cpu_session(max_rows=900), OneRank(8), []
-        window = torch.zeros(300, 64, dtype=torch.bfloat16)
-        session.place = lambda name: window
+        """Rows of x come and those of dx go on it; what follows waits until they have begun, and in the end for it."""
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
+        session, order = cpu_session(max_rows=900), []
+        session.stream, session.side_stream, session.place = lambda: 1, lambda: 2, lambda name: window
 
         class Side:
-            @contextlib.contextmanager
-            def call(self, wanted):
-                made.append(wanted)
-                yield {"options": (("sms", 24),), "begun": 99} if wanted else {}
+            begun = mock.Mock(cuda_event=99)
+            fork = staticmethod(lambda: order.append("fork") or contextlib.nullcontext())
 
-            fork, join = staticmethod(contextlib.nullcontext), staticmethod(lambda: None)
+            def __getattr__(self, name):
+                return lambda: order.append(name)
+
+        class Streams(OneRank):
+            def __getattr__(self, name):
+                return lambda *a: order.append((name.removeprefix("tessera_"), a[-1])) or getattr(REAL, name)(*a)
 
         def noted(name, kind):
             def call(handle, address, stream):
                 args = kind.from_address(address)
-                made.append((name, args.sms, args.begun))
+                second = "second_" if name == "dispatch" and not args.x.rank else ""
+                order.append((second + name, stream, args.sms, args.begun))
                 return getattr(OneRank, f"tessera_expert_parallel_{name}")(fake, handle, address, stream)
 
             return call
 
-        session.side = Side()
+        session.side, window, fake = Side(), torch.zeros(300, 64, dtype=torch.bfloat16), Streams(8)
         fake.tessera_expert_parallel_dispatch = noted("dispatch", structs.DispatchArgs)
         fake.tessera_expert_parallel_combine = noted("combine", structs.CombineArgs)
         wanted_o = tessera.routed_experts(x, ids, scores, w_up, w_down)
-        wanted = torch.autograd.grad(wanted_o.sum(), (x, scores, w_up, w_down))
-        for captured in (False, True):
-            made.clear()
-            window.zero_()
-            with mock.patch.object(training, "uses_side_stream", return_value=True), \
-                    mock.patch.object(training, "captures", return_value=captured), \
-                    mock.patch.object(training, "SIDE_STREAM_BYTES", 0), \
-                    mock.patch.object(session_module, "load", return_value=fake):
-                o = training.run(session, 0, x, ids, scores, w_up, w_down)
-                got = torch.autograd.grad(o.sum(), (x, scores, w_up, w_down))
-            self.assertEqual(made, [("dispatch", 0, None), True, ("dispatch", 24, 99), True, ("combine", 24, 99)])
-            self.assertTrue(torch.equal(window, x))
-            self.assert_near(got, wanted)
+        d_o = torch.randn_like(wanted_o)
+        wanted = torch.autograd.grad(wanted_o, (x, scores, w_up, w_down), d_o)
+        begin, leads = ["begin"], ["wait_until_begun"]
+        with mock.patch.object(training, "uses_side_stream", return_value=True), \
+                mock.patch.object(session_module, "load", return_value=fake):
+            for size, first in ((0, ["fork", ("dispatch", 1, 0, None), *begin, ("second_dispatch", 2, 24, 99), *leads]),
+                                (1 << 30, [("dispatch", 1, 0, None)])):
+                with mock.patch.object(training, "SIDE_STREAM_BYTES", size):
+                    o = training.run(session, 0, x, ids, scores, w_up, w_down)
+                    order.clear()
+                    window.zero_()
+                    got = torch.autograd.grad(o, (x, scores, w_up, w_down), d_o)
+                self.assertEqual([each for each in order if each[0] != "moe_saved"],
+                                 [*first, ("routing_of_groups", 1), *begin, ("combine", 2, 24, 99), *leads, "join"])
+                self.assert_near(got, wanted)
 
     def test_a_captured_step_has_a_side_stream(self):
         with mock.patch.object(training, "captures", return_value=True):
             self.assertTrue(training.uses_side_stream(mock.Mock(is_cuda=True)))
             self.assertFalse(training.uses_side_stream(mock.Mock(is_cuda=False)))
+
+    def test_prepared_passes_of_other_tensors(self):
+        """Each in turn in one session: other numbers of tokens, rows that lie apart, fewer gradients, biases."""
+        torch.manual_seed(2)
+        ids, (x, scores, *weights) = self.tensors("clamped-swiglu", True, 300)
+        session, fake = cpu_session("clamped-swiglu", 900), OneRank(8, "clamped-swiglu")
+        apart = torch.randn(300, 80).bfloat16()[:, :64]
+        cases = [(x, 300, range(6)), (x, 40, range(6)), (apart, 300, (0, 1, 2, 3)), (x, 300, (3,)), (x, 300, (0,)),
+                 (x, 7, (1, 2, 5)), (apart, 300, range(6))]
+        for rows, tokens, wanted in cases * 2:
+            for count in (4, 6):
+                leaves = [t.detach() for t in (rows[:tokens], scores[:tokens], *weights)][:count]
+                kept = [leaves[i].requires_grad_() for i in wanted if i < count]
+                names = dict(zip(("b_up", "b_down"), leaves[4:]))
+                with mock.patch.object(session_module, "load", return_value=fake):
+                    o = training.run(session, 0, leaves[0], ids[:tokens], *leaves[1:], *[None] * (6 - count))
+                    d_o = torch.randn_like(o)
+                    got = torch.autograd.grad(o, kept, d_o)
+                wanted_o = tessera.routed_experts(leaves[0], ids[:tokens], *leaves[1:4], activation="clamped-swiglu",
+                                                  **names)
+                self.assert_near((o, *got), (wanted_o, *torch.autograd.grad(wanted_o, kept, d_o)))
+
+    def test_saved_tensors_that_hooks_give_back(self):
+        """As offloading does it: the same calls and bits."""
+        ids, leaves = self.tensors("swiglu", False)
+        results = []
+        for hooked in (False, True):
+            session, fake, (x, scores, w_up, w_down) = cpu_session(), OneRank(8), leaves
+            with mock.patch.object(session_module, "load", return_value=fake):
+                hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+                with hooks if hooked else contextlib.nullcontext():
+                    o = training.run(session, 0, x, ids, scores, w_up, w_down)
+                results.append(((o, *torch.autograd.grad(o.float().square().sum(), leaves)), fake.calls))
+        self.assertEqual(results[0][1], results[1][1])
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True)))
 
     def test_forward_runs_again_with_less_memory(self):
         """With activation checkpointing: another pass of the layer has had few rows in between."""
@@ -486,6 +570,26 @@ class Refusals(unittest.TestCase):
             self.call(experts, b_up=bias["b_up"])
         with self.assertRaisesRegex(ValueError, "b_down: on meta"):
             self.call(experts, **{**bias, "b_down": bias["b_down"].to("meta")})
+
+    def test_checks_of_tensors_that_follow_others(self):
+        """Tensors like the last ones are not looked at again, but all others are."""
+        experts, fake = self.make(training=1, activation="clamped-swiglu"), mock.Mock(return_value="o")
+        bias = {"b_up": torch.zeros(8, 8, dtype=torch.bfloat16), "b_down": torch.zeros(8, 16, dtype=torch.bfloat16)}
+        with mock.patch.object(training, "run", fake), mock.patch.object(torch._C, "_cuda_getDevice", lambda: None,
+                                                                        create=True):
+            for more in ({}, bias) * 2:
+                self.assertEqual(self.call(experts, **more), "o")
+                with self.assertRaisesRegex(ValueError, r"x: .* \[5, 24\]"):
+                    self.call(experts, **{**more, "x": torch.zeros(5, 24, dtype=torch.bfloat16, requires_grad=True)})
+                with self.assertRaisesRegex(ValueError, "out: a pass with gradients"):
+                    self.call(experts, **more, out=torch.zeros(5, 16, dtype=torch.bfloat16))
+                with self.assertRaisesRegex(ValueError, "b_up, b_down: give both"):
+                    self.call(experts, b_down=bias["b_down"])
+                with self.assertRaisesRegex(ValueError, "b_down: on meta"):
+                    self.call(experts, **{**bias, "b_down": bias["b_down"].to("meta")})
+                with self.assertRaisesRegex(ValueError, "topk_ids, topk_weights: .*int16"):
+                    self.call(experts, **more, topk_ids=torch.zeros(5, 3, dtype=torch.int16))
+        self.assertEqual(fake.call_count, 4)
 
     def test_shapes_before_a_pass_begins(self):
         experts = self.make(training=1)

@@ -27,6 +27,11 @@ def direct() -> bool:
     return not (_len_torch_dispatch_stack() or peek_interpreter_stack() or _profiler_enabled())
 
 
+def plain_saving() -> bool:
+    """Whether saved tensors come back as they are: no hooks on them."""
+    return _top_saved_tensors_default_hooks(True) is None
+
+
 class Call:
     """All that calls of a layer with the same options and like tensors have in common.
 
@@ -114,7 +119,7 @@ class Layer(torch.autograd.Function):
         else:
             ctx.save_for_backward(tensors[0], results[1], results[2], *call.saved(tensors))
         # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
-        alike = call.prepared is not None and _top_saved_tensors_default_hooks(True) is None
+        alike = call.prepared is not None and plain_saving()
         ctx.made = call, buffers, alike, None if call.scores is None else tensors[call.scores].shape
         ctx.set_materialize_grads(False)
         if not call.everything:

@@ -236,12 +236,12 @@ def run_backward_input(tensors: tuple, text: str, with_dscores: bool) -> list[to
     """The first part of a split backward pass of grouped rows, in native precision: [dx, dscores if wanted, a_scaled,
     dh], dh in the memory of h where the options say so. tensors: as SAVED without the scales."""
     key = (text, "input", with_dscores, torch.get_num_threads(), signature(tensors))
-    prepared = here.prepared.get(key) or _prepare_input(key, tensors, text, with_dscores)
+    prepared = here.prepared.get(key) or prepare_backward_input(key, tensors, text, with_dscores)
     results = prepared.run(present(tensors))
     return results if len(results) == 3 + with_dscores else [*results, tensors[SAVED.index("h")]]
 
 
-def _prepare_input(key, tensors: tuple, text: str, with_dscores: bool) -> PreparedCall:
+def prepare_backward_input(key, tensors: tuple, text: str, with_dscores: bool) -> PreparedCall:
     named, options = dict(zip(SAVED[:-2], tensors, strict=True)), parse(text)
     x = named["x"]
     desc = _desc(options, x, named, 1, torch.int32)
@@ -264,11 +264,11 @@ def run_backward_weights(tensors: tuple, text: str, needs: int, buffers: tuple =
     WEIGHTS, contiguous and of one type; gradients that have one are added there and are not among the results. Where
     any has one all have."""
     key = (text, "weights", needs, torch.get_num_threads(), signature(tensors), signature(buffers))
-    prepared = here.prepared.get(key) or _prepare_weights(key, tensors, text, needs, buffers)
+    prepared = here.prepared.get(key) or prepare_backward_weights(key, tensors, text, needs, buffers)
     return prepared.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
 
 
-def _prepare_weights(key, tensors: tuple, text: str, needs: int, buffers: tuple) -> PreparedCall:
+def prepare_backward_weights(key, tensors: tuple, text: str, needs: int, buffers: tuple) -> PreparedCall:
     named, options = dict(zip(_SPLIT, tensors, strict=True)), parse(text)
     desc = _desc(options, named["x"], named, 1, torch.int32)
     prepared = PreparedCall("moe_backward_weights", named["x"].device, BackwardArgs(), desc)

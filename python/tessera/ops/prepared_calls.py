@@ -131,11 +131,13 @@ class PreparedCall:
         self.outputs.append(_Output(made, word, zeroed, converted))
 
     def ready(self, key, workspace: int) -> "PreparedCall":
+        """Without a key the caller keeps the call, and no other has it."""
         self.workspace = self.args.workspace.bytes = workspace
         self.run = self._written_run()
-        if len(here.prepared) >= MAX_PREPARED:
-            here.forget()
-        here.prepared[key] = self
+        if key is not None:
+            if len(here.prepared) >= MAX_PREPARED:
+                here.forget()
+            here.prepared[key] = self
         return self
 
     def _written_run(self):

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared passes with gradients of ExpertParallel: all C structs of a forward pass in one launch and of a backward
+pass, in which only addresses change from step to step.
+
+A pass allocates its results, what it saves, and one piece of scratch memory; no operation of torch runs in it. Scratch
+memory is torch's, not the session's, so that other layers use it between two passes, and a graph has its own.
+"""
+
+import ctypes
+from ctypes import addressof
+from typing import NamedTuple
+
+import torch
+
+from tessera import expert_parallel_session as sessions
+from tessera import library
+from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs
+from tessera.expert_parallel_side_stream import SIDE_SMS
+from tessera.library import BackwardArgs
+from tessera.ops import layer
+from tessera.ops.prepared_calls import contiguous_strides, describe, field_word, maker
+
+ALIGNMENT = 256  # bytes, of whatever lies in one piece of memory
+WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Tables(NamedTuple):
+    """DispatchTables of expert_parallel.hpp, views of one tensor [rows + spare,5] int32 (`memory`)."""
+
+    expert_offsets: torch.Tensor
+    row_origins: torch.Tensor
+    row_scores: torch.Tensor
+
+    @staticmethod
+    def spare(experts: int) -> int:
+        """Rows of the memory beyond those of the tables. experts: of this rank."""
+        return -(-(_aligned(4 * (experts + 1)) + 2 * ALIGNMENT) // 20)
+
+    @staticmethod
+    def places(rows: int) -> tuple[int, int, int]:
+        """Where expert_offsets, row_origins and row_scores begin, in bytes."""
+        scores = _aligned(16 * rows)
+        return scores + _aligned(4 * rows), 0, scores
+
+    @staticmethod
+    def within(memory: torch.Tensor, experts: int) -> "Tables":
+        """The tables in such a tensor."""
+        rows, words = memory.shape[0] - Tables.spare(experts), memory.view(-1)
+        offsets, origins, scores = [place // 4 for place in Tables.places(rows)]
+        return Tables(words[offsets:offsets + experts + 1], words[origins:origins + 4 * rows].view(rows, 4),
+                      words[scores:scores + rows].view(torch.float32))
+
+    @staticmethod
+    def empty(session, rows: int, like: torch.Tensor) -> "Tables":
+        """New ones of that many rows."""
+        experts = session.desc.experts // session.desc.ranks
+        return Tables.within(like.new_empty((rows + Tables.spare(experts), 5), dtype=torch.int32), experts)
+
+
+class PreparedForward:
+    """A forward pass in one launch, with memory for `rows` rows, which leaves tables and h for backward.
+
+    x and weights are of these shapes and strides; ids and scores are contiguous, int32 and fp32; so are weights.
+    """
+
+    __slots__ = ("args", "words", "address", "made", "tables", "given")
+
+    def __init__(self, session, rows: int, x: torch.Tensor, top_k: int, weights: tuple):
+        training, device, tokens = session.training, x.device, x.shape[0]
+        experts = session.desc.experts // session.desc.ranks
+        self.args = args = ForwardArgs(ctypes.sizeof(ForwardArgs))
+        args.may_overflow = int(training.max_rows is None)
+        self.words, self.address = memoryview(args).cast("B").cast("Q"), addressof(args)
+        described = {"x": (x.shape, x.stride(), x.dtype), "topk_ids": ((tokens, top_k), None, torch.int32),
+                     "topk_weights": ((tokens, top_k), None, torch.float32), "o": (tuple(x.shape), None, x.dtype)}
+        described |= {name: (tuple(weight.shape), None, weight.dtype)
+                      for name, weight in zip(WEIGHTS, weights, strict=True) if weight is not None}
+        outputs = ["o"]
+        if training.save == "h":
+            described["h"] = (rows, weights[0].shape[1]), None, x.dtype
+            outputs.append("h")
+        memory = (rows + Tables.spare(experts), 5), None, torch.int32
+        tables = {"expert_offsets": ((experts + 1,), None, torch.int32), "row_origins": ((rows, 4), None, torch.int32),
+                  "row_scores": ((rows,), None, torch.float32)}
+        for name, (shape, strides, dtype) in (described | tables).items():
+            # Strides of an empty tensor mean nothing.
+            plain = strides is None or 0 in shape
+            describe(name, getattr(args, name), shape, contiguous_strides(shape) if plain else strides, dtype, device)
+        no_h = [] if "h" in described else [((0,), None, x.dtype)]
+        self.made = [maker(shape, contiguous_strides(shape), dtype, device)
+                     for shape, _, dtype in (memory, *[described[name] for name in outputs], *no_h)]
+        self.tables = [(field_word(ForwardArgs, name), place)
+                       for name, place in zip(tables, Tables.places(rows), strict=True)]
+        # In the order of `run`: inputs, then outputs, of which the last may be an h that is not saved.
+        self.given = [field_word(ForwardArgs, name) for name in described if name not in outputs]
+        self.given += [field_word(ForwardArgs, name) for name in outputs]
+
+    def run(self, session, inputs: list) -> list:
+        """[memory of the tables, o, h], h empty if it is not saved. inputs: x, topk_ids, topk_weights, weights and
+        biases that there are."""
+        memory, *outputs = results = [make(*how) for make, how in self.made]
+        words, begin = self.words, memory.data_ptr()
+        for word, place in self.tables:
+            words[word] = begin + place
+        for word, tensor in zip(self.given, inputs + outputs, strict=False):
+            words[word] = tensor.data_ptr()
+        code = sessions.load().tessera_expert_parallel_forward(session.handle, self.address, session.stream())
+        if code:
+            library.check(code)
+        return results
+
+
+class _Places:
+    """Of the structs of a pass: where addresses go. Names of a piece of memory stand with their places in it."""
+
+    def __init__(self):
+        self.of, self.bytes = {}, 0
+
+    def room(self, name: str, shape: tuple, dtype: torch.dtype) -> None:
+        self.of[name] = self.bytes, shape, dtype
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        self.bytes += _aligned(max(size, 1))
+
+    def views(self, memory: torch.Tensor) -> dict:
+        return {name: memory[place:place + _bytes(shape, dtype)].view(dtype).view(shape)
+                for name, (place, shape, dtype) in self.of.items()}
+
+
+def _bytes(shape: tuple, dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+class PreparedBackward:
+    """A backward pass of rows that a forward pass has named in its tables.
+
+    saved: x, topk_ids, h (empty: it is made again) and the memory of the tables; weights: w_up, w_down, b_up, b_down.
+    wanted: gradients of weights, as GRADIENTS names them, in the order of `weights`. x_apart: rows of x come on the
+    side stream, as those that go back do with `side`.
+    """
+
+    def __init__(self, session, d_o, saved: tuple, weights: tuple, *, wanted: tuple, with_dscores: bool, over_h: bool,
+                 may_overflow: bool, side: bool, x_apart: bool):
+        x, ids, h, memory = saved
+        desc, device = session.desc, x.device
+        experts = desc.experts // desc.ranks
+        rows = memory.shape[0] - Tables.spare(experts)
+        self.side, self.x_apart = side, x_apart
+        text = session.training.text + ("" if h.dim() == 2 else " save=x") + (" overwrite_h=True" if over_h else "")
+        scratch = self._room(rows, x, weights[0].shape[1], desc.intermediate, with_dscores, over_h)
+        # Descriptions are read off tensors: of scratch memory off views of some.
+        views = scratch.views(torch.empty(scratch.bytes, dtype=torch.uint8, device=device))
+        tables = Tables.within(memory, experts)
+        self.routing = sessions.prepared_routing(desc, session.training.text, tables.expert_offsets, tables.row_scores)
+        scratch.room("routing", (self.routing[4].bytes,), torch.uint8)
+        routing = torch.empty(self.routing[4].bytes // 4, dtype=torch.int32, device=device)
+        named = dict(zip(WEIGHTS, weights, strict=True))
+        groups = (named["w_up"], None, named["w_down"], named["b_up"], None, named["b_down"])
+        dh = h if over_h else views["dh"]
+        self.input = layer.prepare_backward_input(
+            None, (views["rows"], views["second_rows"], h, routing, None, None, *groups, None, None), text,
+            with_dscores)
+        self.weights = None
+        if wanted:
+            bits = sum(1 << layer.GRADIENTS.index(name) for name in wanted)
+            self.weights = layer.prepare_backward_weights(
+                None, (views["rows"], views["second_rows"], routing, *groups, views["a_scaled"], dh), text, bits, ())
+        # One after the other on one stream.
+        size = max(call.workspace for call in (self.input, self.weights) if call is not None)
+        scratch.room("workspace", (size,), torch.uint8)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+        dscores = torch.empty(ids.shape, dtype=torch.float32, device=device) if with_dscores else None
+        self._describe(session, d_o, x, ids, tables, views, dx, dscores, may_overflow)
+        outputs = [dx, *([dscores] if with_dscores else []), *[named[name[1:]] for name in wanted]]
+        self.made = [maker(tuple(t.shape), contiguous_strides(t.shape), t.dtype, device) for t in outputs]
+        self.scratch = maker((scratch.bytes,), (1,), torch.uint8, device)
+        self._join(scratch, dict(zip(tables._asdict(), Tables.places(rows), strict=True)), wanted, with_dscores,
+                   h.dim() == 2, over_h, [name for name in WEIGHTS if named[name] is not None])
+
+    @staticmethod
+    def _room(rows: int, x, width: int, intermediate: int, with_dscores: bool, over_h: bool) -> _Places:
+        scratch = _Places()
+        for name in ("rows", "second_rows", "dx_rows"):
+            scratch.room(name, (rows, x.shape[1]), x.dtype)
+        if with_dscores:
+            scratch.room("row_dscores", (rows,), torch.float32)
+        scratch.room("a_scaled", (rows, intermediate), x.dtype)
+        if not over_h:
+            scratch.room("dh", (rows, width), x.dtype)
+        return scratch
+
+    def _describe(self, session, d_o, x, ids, tables: Tables, views: dict, dx, dscores, may_overflow: bool) -> None:
+        overflow, tables = ("may_overflow", int(may_overflow)), tables._asdict()
+        on_side = (("sms", SIDE_SMS),) if self.side else ()
+        first, second = {"x": d_o, "topk_ids": ids, "rows": views["rows"]}, {"second_x": x,
+                                                                           "second_rows": views["second_rows"]}
+        if self.x_apart:
+            self.second_dispatch = sessions.described_call(DispatchArgs, (overflow, *on_side), {**tables, **second})[0]
+            if self.side:  # the place of x in the window, where its rows lie together
+                self.second_dispatch.second_x.stride[0] = x.shape[1]
+        else:
+            self.second_dispatch, first = None, first | second
+        self.dispatch = sessions.described_call(DispatchArgs, (overflow,), {**tables, **first})[0]
+        self.combine = sessions.described_call(
+            CombineArgs, on_side, {"rows": views["dx_rows"], "expert_offsets": tables["expert_offsets"],
+                                   "row_origins": tables["row_origins"], "o": dx, "dscores": dscores,
+                                   "row_dscores": views.get("row_dscores")})[0]
+
+    def _join(self, scratch: _Places, tables: dict, wanted: tuple, with_dscores: bool, saves_h: bool, over_h: bool,
+              weights: list) -> None:
+        """Makes lists of (words, word, what), by which `run` writes addresses: what is a place in scratch memory, one
+        in the memory of the tables, or the number of a tensor."""
+        self.in_scratch, self.in_tables, self.given = [], [], []
+        numbers = ["d_o", "x", "topk_ids", "h", *weights, "dx", *(["dscores"] if with_dscores else []), *wanted]
+
+        def words_of(struct):
+            return memoryview(struct).cast("B").cast("Q")
+
+        def address(words, word: int, name: str) -> None:
+            if name in scratch.of:
+                self.in_scratch.append((words, word, scratch.of[name][0]))
+            elif name in tables:
+                self.in_tables.append((words, word, tables[name]))
+            else:
+                self.given.append((words, word, numbers.index(name)))
+
+        second = ("second_x", "x"), ("second_rows", "second_rows")
+        named = [(name, name) for name in tables]
+        first = [("x", "d_o"), ("topk_ids", "topk_ids"), ("rows", "rows"), *named]
+        calls = [(self.dispatch, [*first, *([] if self.x_apart else second)])]
+        if self.x_apart:
+            calls.append((self.second_dispatch, [*second, *named]))
+        scores = [("row_dscores", "row_dscores"), ("dscores", "dscores")] if with_dscores else []
+        calls.append((self.combine, [("rows", "dx_rows"), *named[:2], ("o", "dx"), *scores]))
+        for args, fields in calls:
+            for field, name in fields:
+                address(words_of(args), field_word(type(args), field), name)
+        for struct, name in zip(self.routing[2:5], ("expert_offsets", "row_scores", "routing"), strict=True):
+            address(words_of(struct), 0, name)
+        both = [("d_o", "rows"), ("x", "second_rows"), ("routing", "routing"), ("a_scaled", "a_scaled"),
+                ("workspace", "workspace")]
+        dh = [] if over_h else [("dh", "dh")]
+        of_input = [*both, *dh, *[(name, name) for name in weights], ("dx", "dx_rows"),
+                    *([("h", "h")] if saves_h else []), *([("dscores", "row_dscores")] if with_dscores else [])]
+        of_weights = [*both, *(dh or [("dh", "h")]), *[(name, name) for name in wanted]]
+        for call, fields in ((self.input, of_input), (self.weights, of_weights)):
+            for field, name in fields if call is not None else ():
+                address(call.words, field_word(BackwardArgs, field), name)
+
+    def run(self, session, d_o, x, topk_ids, h, memory, weights: list) -> list:
+        """[dx, dscores if they are wanted, gradients of weights]. weights: those that there are."""
+        lib, handle, check = sessions.load(), session.handle, library.check
+        (make, how), side = self.scratch, session.side
+        scratch, outputs = make(*how), [make(*how) for make, how in self.made]
+        begin, tables = scratch.data_ptr(), memory.data_ptr()
+        for words, word, place in self.in_scratch:
+            words[word] = begin + place
+        for words, word, place in self.in_tables:
+            words[word] = tables + place
+        addresses = [tensor.data_ptr() for tensor in (d_o, x, topk_ids, h, *weights, *outputs)]
+        for words, word, number in self.given:
+            words[word] = addresses[number]
+        stream, dispatch = session.stream(), lib.tessera_expert_parallel_dispatch
+        if self.x_apart:
+            self._begin_rows_of_x(session, x)
+        check(dispatch(handle, addressof(self.dispatch), stream))
+        if self.x_apart:
+            self._rows_of_x(session, dispatch, stream)
+        context, desc, *structs = self.routing[:5]
+        check(lib.tessera_routing_of_groups(context, desc, *structs, stream))
+        check(self.input.function(*self.input.addresses, stream))
+        # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.
+        beside = stream
+        if self.side:
+            side.begin()
+            beside, self.combine.begun = session.side_stream(), side.begun.cuda_event
+        else:
+            side.join()
+        check(lib.tessera_expert_parallel_combine(handle, addressof(self.combine), beside))
+        if self.side:
+            side.wait_until_begun()
+        if self.weights is not None:
+            check(self.weights.function(*self.weights.addresses, stream))
+        side.join()  # scratch memory is free behind this on the current stream
+        return outputs
+
+    def _begin_rows_of_x(self, session, x) -> None:
+        """x is staged beside the copy of d_o."""
+        if self.side:
+            with session.side.fork():
+                place = session.place("second_input")[:x.shape[0]].copy_(x)
+            self.second_dispatch.second_x.data = place.data_ptr()
+
+    def _rows_of_x(self, session, dispatch, stream: int) -> None:
+        side = session.side
+        if self.side:
+            side.begin()
+            stream, self.second_dispatch.begun = session.side_stream(), side.begun.cuda_event
+        library.check(dispatch(session.handle, addressof(self.second_dispatch), stream))
+        if self.side:
+            side.wait_until_begun()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side stream of a session, on which rows come and go while the GPU multiplies."""
+
+import contextlib
+
+import torch
+
+SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
+
+
+class SideStream:
+    """A stream beside the current one, on which rows come and go while the GPU multiplies."""
+
+    def __init__(self):
+        self.stream = self.main = self.begun = None
+
+    def begin(self) -> None:
+        """What is enqueued on it from now on waits for what the current stream has, and runs while that goes on."""
+        if self.stream is None:
+            self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
+            self.begun.record(self.stream)  # makes the event
+            self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
+        # torch looks the device up each time where its index is missing, and in its own contexts. Its wait_stream()
+        # makes an event each time.
+        self.main = torch.cuda.current_stream(torch._C._cuda_getDevice())
+        self._forked.record(self.main)
+        self.stream.wait_event(self._forked)
+
+    @contextlib.contextmanager
+    def fork(self):
+        """begin(), and the side stream is the current one."""
+        self.begin()
+        torch.cuda.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(self.main)
+
+    def wait_until_begun(self) -> None:
+        """The current stream waits until the call that has got `begun` has its SMs: what follows would take all."""
+        self.main.wait_event(self.begun)
+
+    @contextlib.contextmanager
+    def call(self, wanted: bool):
+        """The call of the library that is enqueued in it, with the arguments that it gives, runs while what follows
+        does; without `wanted` it runs before that."""
+        if not wanted:
+            self.join()
+            yield {}
+            return
+        with self.fork():
+            yield {"options": (("sms", SIDE_SMS),), "begun": self.begun.cuda_event}
+        self.wait_until_begun()
+
+    def join(self) -> None:
+        """The current stream waits for what the side stream has."""
+        if self.main is not None:
+            self._done.record(self.stream)
+            self.main.wait_event(self._done)
+        self.main = None

@@ -20,8 +20,9 @@ gpt-oss has biases, which cublas-bmm leaves out.
 
 training is a forward and a backward pass, with gradients of x, scores, weights and biases, which are checked, of
 liger-cute that of x. tessera-save-x makes h again in backward; with tessera-bound no host waits for the number of rows,
-as max_rows is a quarter more than their mean, and tessera-graph replays such a step, captured once. saved_mib is what
-torch's allocator holds between the two besides o.
+as max_rows is a quarter more than their mean, and tessera-graph replays such a step, captured once. tessera-rows and
+tessera-graph-rows bring each row of x and d_o where the others bring tokens, each once. saved_mib is what torch's
+allocator holds between the two besides o.
 
 Behind a barrier the GPUs are idle when a call begins: the time has the host's in it, and how far apart ranks leave the
 barrier. Behind the stream the call is enqueued before an all-reduce has ended on the GPU, as in a model whose host runs
@@ -30,6 +31,7 @@ ahead. host_us is what the call takes on the host of rank 0; nccl-grouped-mm wai
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -45,10 +47,10 @@ CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu"),
            "gpt-oss": (2880, 2880, 128, 4, "clamped-swiglu")}  # with biases
 IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-partial-combine"
-TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-save-x", "tessera-bound", "tessera-graph",
-               "liger-cute")
+TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-rows", "tessera-save-x", "tessera-bound",
+               "tessera-graph", "tessera-graph-rows", "liger-cute")
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
-ALL_IMPLS = [*IMPLS.split(","), "tessera-save-x", "tessera-bound", "tessera-graph", "liger-cute"]
+ALL_IMPLS = [*IMPLS.split(","), *[impl for impl in TRAIN_IMPLS if impl not in IMPLS.split(",")]]
 WARM_UPS = 5
 AHEAD_CYCLES = 2_000_000  # about a millisecond of the GPU, in which the host enqueues a call
 
@@ -262,6 +264,20 @@ class Training:
                    for name in results)
 
 
+def with_rows(body):
+    """body(), whose backward passes bring every row of x and d_o."""
+    from tessera import expert_parallel_training as passes
+
+    def run():
+        chosen, passes.gathers_tokens = passes.gathers_tokens, lambda session, rows: False
+        try:
+            return body()
+        finally:
+            passes.gathers_tokens = chosen
+
+    return run
+
+
 def measure(body, rounds: int, behind: str) -> tuple[list[float], float]:
     """ms of the slowest rank for each round, ascending, and us of the host for a call, median."""
     times, host, gate = torch.empty(rounds, device="cuda"), [], torch.zeros(1, device="cuda")
@@ -369,18 +385,21 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
     training = Training(x, ids, scores, weights, activation, torch.randn_like(x))
     layers, sessions = {"nccl-grouped-mm": training.nccl}, []
     bound = {"max_rows": tokens * top_k * 5 // 4 + 64}
-    for impl, options in (("tessera", {}), ("tessera-save-x", {"save": "x"}), ("tessera-bound", bound),
-                          ("tessera-graph", bound)):
+    for impl, options in (("tessera", {}), ("tessera-rows", {}), ("tessera-save-x", {"save": "x"}),
+                          ("tessera-bound", bound), ("tessera-graph", bound), ("tessera-graph-rows", bound)):
         if impl in impls:
             import tessera
             sessions.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
                                                    top_k=top_k, activation=activation, training=True, **options))
             layers[impl] = with_biases(sessions[-1])
     bodies = {impl: training.body(layer) for impl, layer in layers.items()}
-    if "tessera-graph" in bodies:
+    for impl in [impl for impl in bodies if impl.endswith("-rows")]:
+        bodies[impl] = with_rows(bodies[impl])
+    graphs = []
+    for impl in [impl for impl in bodies if impl.startswith("tessera-graph")]:
         from expert_parallel_host_time import captured
-        graph, made = captured(bodies["tessera-graph"])
-        bodies["tessera-graph"] = lambda: (graph.replay(), made)[1]
+        graphs.append(captured(bodies[impl]))
+        bodies[impl] = functools.partial(lambda graph, made: (graph.replay(), made)[1], *graphs[-1])
     bodies["cublas-bmm"] = training.gemms(*gemm_rows)
     if liger_cute is not None and activation == "swiglu":
         x_, scores_, own_up, own_down = (t.detach() for t in training.leaves[:4])
@@ -407,7 +426,7 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
                     "saved_mib": saved and round(saved / 2**20, 1), "relative_error": float(f"{error.item():.2e}"),
                     "checked": error.item() < TOLERANCE})
     bodies.clear()
-    graph = made = None  # frees what they hold
+    graphs.clear()  # frees what they hold
     for session in sessions:
         dist.barrier()
         session.close()

@@ -123,7 +123,8 @@ struct RoutedRows {
 /// routed_rows(), in the tables, too; nothing is written behind the last row. Where it is smaller the pass is
 /// void: check() says so on all ranks, and the group must be made anew. T as in ExpertParallelArgs. rows and
 /// second_rows begin at multiples of 16 bytes. A second call after that of x, with the same tables, may dispatch
-/// second_x on any stream that combine() waits for; it has no x, topk_ids and rows, on all ranks.
+/// second_x on any stream that combine() waits for; it has no x, topk_ids and rows. Each rank decides by itself about
+/// that, and about `gathered`.
 struct ExpertDispatchArgs {
   ConstTensor x = {};  ///< [T,d]
   ConstTensor second_x =
@@ -132,6 +133,13 @@ struct ExpertDispatchArgs {
   DispatchTables tables = {};
   Tensor rows = {};         ///< [R,d], with x
   Tensor second_rows = {};  ///< [R,d], with second_x
+  /// True: rows and second_rows are [P*max_tokens,d], where row r*max_tokens + t is token t of rank r, for GEMMs that
+  /// gather rows. Each token that has rows here comes once, instead of K times and less; others are not written.
+  bool gathered = false;
+  /// Optional, with x: routing_bytes() of R grouped rows of E/P experts. Written are the tables that moe_backward reads
+  /// of these rows, with their scores, as routing_of_tables() makes them; where `gathered`, those of a layer that
+  /// gathers rows (RowGrouping::offsets with variable_experts).
+  Buffer routing = {};
   /// Leaves out rows that there is no memory for, without a failure. For callers that repeat the pass, on all ranks,
   /// where routed_rows() says afterwards that not all of them fitted.
   bool may_overflow = false;

@@ -219,6 +219,9 @@ typedef struct {
   int32_t may_overflow; /* 0 or 1 */
   int32_t sms;          /* 0: all */
   void* begun;          /* cudaEvent_t or NULL */
+  int32_t gathered;     /* 0 or 1 */
+  int32_t reserved;
+  tessera_buffer routing; /* or no memory */
 } tessera_expert_dispatch_args;
 
 typedef struct {

@@ -30,7 +30,8 @@ ForwardArgs = _args("x topk_ids topk_weights w_up w_down o expert_offsets row_or
                     ("b_down", library.Tensor))
 RouteArgs = _args("topk_ids topk_weights", ("row_limit", c_int64))
 DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores rows second_rows",
-                     ("may_overflow", c_int32), ("sms", c_int32), ("begun", c_void_p))
+                     ("may_overflow", c_int32), ("sms", c_int32), ("begun", c_void_p), ("gathered", c_int32),
+                     ("reserved", c_int32), ("routing", library.Buffer))
 CombineArgs = _args("rows expert_offsets row_origins topk_weights row_dscores dscores o", ("sms", c_int32),
                     ("reserved", c_int32), ("begun", c_void_p))
 

@@ -15,13 +15,20 @@ import torch
 from tessera import expert_parallel_session as sessions
 from tessera import library
 from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs
-from tessera.expert_parallel_side_stream import SIDE_SMS
+from tessera.expert_parallel_side_stream import SIDE_SMS, TOKEN_SMS
 from tessera.library import BackwardArgs
 from tessera.ops import layer
 from tessera.ops.prepared_calls import contiguous_strides, describe, field_word, maker
 
 ALIGNMENT = 256  # bytes, of whatever lies in one piece of memory
 WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
+
+
+def gathers_tokens(session, rows: int) -> bool:
+    """Whether a backward pass with memory for that many rows brings tokens, each once, whose rows its GEMMs gather:
+    where they take no more memory than rows would, which is where ranks are few. Bits are the same. Each rank decides
+    by itself."""
+    return session.desc.ranks * session.desc.max_tokens <= rows
 
 
 def _aligned(size: int) -> int:
@@ -41,6 +48,11 @@ class Tables(NamedTuple):
         return -(-(_aligned(4 * (experts + 1)) + 2 * ALIGNMENT) // 20)
 
     @staticmethod
+    def rows(memory: torch.Tensor, experts: int) -> int:
+        """Rows that the tables in such a tensor are of."""
+        return memory.shape[0] - Tables.spare(experts)
+
+    @staticmethod
     def places(rows: int) -> tuple[int, int, int]:
         """Where expert_offsets, row_origins and row_scores begin, in bytes."""
         scores = _aligned(16 * rows)
@@ -49,7 +61,7 @@ class Tables(NamedTuple):
     @staticmethod
     def within(memory: torch.Tensor, experts: int) -> "Tables":
         """The tables in such a tensor."""
-        rows, words = memory.shape[0] - Tables.spare(experts), memory.view(-1)
+        rows, words = Tables.rows(memory, experts), memory.view(-1)
         offsets, origins, scores = [place // 4 for place in Tables.places(rows)]
         return Tables(words[offsets:offsets + experts + 1], words[origins:origins + 4 * rows].view(rows, 4),
                       words[scores:scores + rows].view(torch.float32))
@@ -141,35 +153,36 @@ class PreparedBackward:
 
     saved: x, topk_ids, h (empty: it is made again) and the memory of the tables; weights: w_up, w_down, b_up, b_down.
     wanted: gradients of weights, as GRADIENTS names them, in the order of `weights`. x_apart: rows of x come on the
-    side stream, as those that go back do with `side`.
+    side stream, as those that go back do with `side`. gathered: tokens come, each once, and the GEMMs gather rows.
     """
 
     def __init__(self, session, d_o, saved: tuple, weights: tuple, *, wanted: tuple, with_dscores: bool, over_h: bool,
-                 may_overflow: bool, side: bool, x_apart: bool):
+                 may_overflow: bool, side: bool, x_apart: bool, gathered: bool):
         x, ids, h, memory = saved
         desc, device = session.desc, x.device
         experts = desc.experts // desc.ranks
-        rows = memory.shape[0] - Tables.spare(experts)
-        self.side, self.x_apart = side, x_apart
+        rows = Tables.rows(memory, experts)
+        places, gathered_rows = (desc.ranks * desc.max_tokens, rows) if gathered else (rows, None)
+        self.side, self.x_apart, self.gathered = side, x_apart, gathered
+        self.places = None  # of d_o and x in the window
         text = session.training.text + ("" if h.dim() == 2 else " save=x") + (" overwrite_h=True" if over_h else "")
-        scratch = self._room(rows, x, weights[0].shape[1], desc.intermediate, with_dscores, over_h)
+        scratch = self._room(rows, places, x, weights[0].shape[1], desc.intermediate, with_dscores, over_h)
+        scratch.room("routing", (4 * rows + experts + 1,), torch.int32)  # which dispatch writes
         # Descriptions are read off tensors: of scratch memory off views of some.
         views = scratch.views(torch.empty(scratch.bytes, dtype=torch.uint8, device=device))
         tables = Tables.within(memory, experts)
-        self.routing = sessions.prepared_routing(desc, session.training.text, tables.expert_offsets, tables.row_scores)
-        scratch.room("routing", (self.routing[4].bytes,), torch.uint8)
-        routing = torch.empty(self.routing[4].bytes // 4, dtype=torch.int32, device=device)
         named = dict(zip(WEIGHTS, weights, strict=True))
         groups = (named["w_up"], None, named["w_down"], named["b_up"], None, named["b_down"])
         dh = h if over_h else views["dh"]
         self.input = layer.prepare_backward_input(
-            None, (views["rows"], views["second_rows"], h, routing, None, None, *groups, None, None), text,
-            with_dscores)
+            None, (views["rows"], views["second_rows"], h, views["routing"], None, None, *groups, None, None), text,
+            with_dscores, gathered_rows)
         self.weights = None
         if wanted:
             bits = sum(1 << layer.GRADIENTS.index(name) for name in wanted)
             self.weights = layer.prepare_backward_weights(
-                None, (views["rows"], views["second_rows"], routing, *groups, views["a_scaled"], dh), text, bits, ())
+                None, (views["rows"], views["second_rows"], views["routing"], *groups, views["a_scaled"], dh), text,
+                bits, (), gathered_rows)
         # One after the other on one stream.
         size = max(call.workspace for call in (self.input, self.weights) if call is not None)
         scratch.room("workspace", (size,), torch.uint8)
@@ -183,10 +196,10 @@ class PreparedBackward:
                    h.dim() == 2, over_h, [name for name in WEIGHTS if named[name] is not None])
 
     @staticmethod
-    def _room(rows: int, x, width: int, intermediate: int, with_dscores: bool, over_h: bool) -> _Places:
+    def _room(rows: int, places: int, x, width: int, intermediate: int, with_dscores: bool, over_h: bool) -> _Places:
         scratch = _Places()
-        for name in ("rows", "second_rows", "dx_rows"):
-            scratch.room(name, (rows, x.shape[1]), x.dtype)
+        for name, count in (("rows", places), ("second_rows", places), ("dx_rows", rows)):
+            scratch.room(name, (count, x.shape[1]), x.dtype)
         if with_dscores:
             scratch.room("row_dscores", (rows,), torch.float32)
         scratch.room("a_scaled", (rows, intermediate), x.dtype)
@@ -196,20 +209,26 @@ class PreparedBackward:
 
     def _describe(self, session, d_o, x, ids, tables: Tables, views: dict, dx, dscores, may_overflow: bool) -> None:
         overflow, tables = ("may_overflow", int(may_overflow)), tables._asdict()
-        on_side = (("sms", SIDE_SMS),) if self.side else ()
+        def on_side(sms: int) -> tuple:
+            return (("sms", sms),) if self.side else ()
+
         first, second = {"x": d_o, "topk_ids": ids, "rows": views["rows"]}, {"second_x": x,
                                                                            "second_rows": views["second_rows"]}
         if self.x_apart:
-            self.second_dispatch = sessions.described_call(DispatchArgs, (overflow, *on_side), {**tables, **second})[0]
+            options = overflow, *on_side(TOKEN_SMS if self.gathered else SIDE_SMS)
+            self.second_dispatch = sessions.described_call(DispatchArgs, options, {**tables, **second})[0]
             if self.side:  # the place of x in the window, where its rows lie together
                 self.second_dispatch.second_x.stride[0] = x.shape[1]
         else:
             self.second_dispatch, first = None, first | second
         self.dispatch = sessions.described_call(DispatchArgs, (overflow,), {**tables, **first})[0]
+        self.dispatch.routing.bytes = 4 * views["routing"].numel()
+        for call in (self.dispatch, self.second_dispatch) if self.x_apart else (self.dispatch,):
+            call.gathered = int(self.gathered)
         self.combine = sessions.described_call(
-            CombineArgs, on_side, {"rows": views["dx_rows"], "expert_offsets": tables["expert_offsets"],
-                                   "row_origins": tables["row_origins"], "o": dx, "dscores": dscores,
-                                   "row_dscores": views.get("row_dscores")})[0]
+            CombineArgs, on_side(SIDE_SMS), {"rows": views["dx_rows"], "expert_offsets": tables["expert_offsets"],
+                                             "row_origins": tables["row_origins"], "o": dx, "dscores": dscores,
+                                             "row_dscores": views.get("row_dscores")})[0]
 
     def _join(self, scratch: _Places, tables: dict, wanted: tuple, with_dscores: bool, saves_h: bool, over_h: bool,
               weights: list) -> None:
@@ -231,7 +250,7 @@ class PreparedBackward:
 
         second = ("second_x", "x"), ("second_rows", "second_rows")
         named = [(name, name) for name in tables]
-        first = [("x", "d_o"), ("topk_ids", "topk_ids"), ("rows", "rows"), *named]
+        first = [("x", "d_o"), ("topk_ids", "topk_ids"), ("rows", "rows"), ("routing", "routing"), *named]
         calls = [(self.dispatch, [*first, *([] if self.x_apart else second)])]
         if self.x_apart:
             calls.append((self.second_dispatch, [*second, *named]))
@@ -240,8 +259,6 @@ class PreparedBackward:
         for args, fields in calls:
             for field, name in fields:
                 address(words_of(args), field_word(type(args), field), name)
-        for struct, name in zip(self.routing[2:5], ("expert_offsets", "row_scores", "routing"), strict=True):
-            address(words_of(struct), 0, name)
         both = [("d_o", "rows"), ("x", "second_rows"), ("routing", "routing"), ("a_scaled", "a_scaled"),
                 ("workspace", "workspace")]
         dh = [] if over_h else [("dh", "dh")]
@@ -267,12 +284,10 @@ class PreparedBackward:
             words[word] = addresses[number]
         stream, dispatch = session.stream(), lib.tessera_expert_parallel_dispatch
         if self.x_apart:
-            self._begin_rows_of_x(session, x)
+            self._begin_rows_of_x(session, d_o, x)
         check(dispatch(handle, addressof(self.dispatch), stream))
         if self.x_apart:
             self._rows_of_x(session, dispatch, stream)
-        context, desc, *structs = self.routing[:5]
-        check(lib.tessera_routing_of_groups(context, desc, *structs, stream))
         check(self.input.function(*self.input.addresses, stream))
         # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.
         beside = stream
@@ -289,12 +304,16 @@ class PreparedBackward:
         side.join()  # scratch memory is free behind this on the current stream
         return outputs
 
-    def _begin_rows_of_x(self, session, x) -> None:
-        """x is staged beside the copy of d_o."""
+    def _begin_rows_of_x(self, session, d_o, x) -> None:
+        """d_o is staged, then x while rows of d_o come: two copies at once would both take longer."""
         if self.side:
+            if self.places is None:
+                self.places = [session.place(name)[:x.shape[0]] for name in ("input", "second_input")]
+            of_d_o, of_x = self.places
+            self.dispatch.x.data = of_d_o.copy_(d_o).data_ptr()
             with session.side.fork():
-                place = session.place("second_input")[:x.shape[0]].copy_(x)
-            self.second_dispatch.second_x.data = place.data_ptr()
+                of_x.copy_(x)
+            self.second_dispatch.second_x.data = of_x.data_ptr()
 
     def _rows_of_x(self, session, dispatch, stream: int) -> None:
         side = session.side

@@ -6,6 +6,7 @@ import contextlib
 import torch
 
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
+TOKEN_SMS = 8  # the same where tokens come, each once: the link needs no more, and the GEMMs have these
 
 
 class SideStream:

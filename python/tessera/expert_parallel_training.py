@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs, RouteArgs
-from tessera.expert_parallel_prepared import PreparedBackward, PreparedForward, Tables
+from tessera.expert_parallel_prepared import PreparedBackward, PreparedForward, Tables, gathers_tokens
 from tessera.expert_parallel_session import Session
 from tessera.ops.autograd import captures, direct, keeps_graph, plain_saving
 from tessera.ops.layer import GRADIENTS, prepared_forward, run_backward_input, run_backward_weights
@@ -107,7 +107,8 @@ def _dispatch_on_side_stream(session: Session, x, second_x, topk_ids, tables: Ta
     """(rows, second_rows): second_rows come on the side stream while the current one goes on, until the next combine on
     the side stream has begun."""
     uses_side = uses_side_stream(x)
-    if uses_side:
+    if uses_side:  # x first: two copies at once would both take longer
+        x = session.place("input")[:x.shape[0]].copy_(x)
         with session.side.fork():
             second_x = session.place("second_input")[:x.shape[0]].copy_(second_x)
     rows = _dispatch(session, x, None, topk_ids, tables, may_overflow)[0]
@@ -118,15 +119,17 @@ def _dispatch_on_side_stream(session: Session, x, second_x, topk_ids, tables: Ta
     return rows, second_rows
 
 
-def _rows_of_x_apart(session: Session, needs: tuple, h) -> bool:
-    """Only gradients of weights read rows of x, unless h has to be made again. All ranks decide alike."""
+def _rows_of_x_apart(session: Session, needs: tuple, x, h) -> bool:
+    """Only gradients of weights read rows of x, unless h has to be made again. Where a graph captures the pass the host
+    is never late. Each rank decides by itself."""
     desc = session.desc
-    return h.dim() == 2 and any(needs[3:]) and 2 * desc.max_tokens * desc.hidden >= SIDE_STREAM_BYTES
+    large = 2 * desc.max_tokens * desc.hidden >= SIDE_STREAM_BYTES
+    return h.dim() == 2 and any(needs[3:]) and (large or x.is_cuda and captures())
 
 
 def _dispatch_saved(session: Session, needs: tuple, d_o, x, topk_ids, tables: Tables, h, may_overflow: bool) -> tuple:
     """(rows of d_o, rows of x), as the tables of a forward pass say. needs: as in _run_backward."""
-    dispatch = _dispatch_on_side_stream if _rows_of_x_apart(session, needs, h) else _dispatch
+    dispatch = _dispatch_on_side_stream if _rows_of_x_apart(session, needs, x, h) else _dispatch
     return dispatch(session, d_o, x, topk_ids, tables, may_overflow)
 
 
@@ -288,12 +291,13 @@ def _backward_prepared(session: Session, needs: tuple, d_o, saved: tuple, weight
     x, topk_ids, h, memory = saved
     side = uses_side_stream(x) and any(needs[3:])
     over_h = h.dim() == 2 and not keeps_graph() and not (x.is_cuda and captures())
-    x_apart = _rows_of_x_apart(session, needs, h)
+    x_apart = _rows_of_x_apart(session, needs, x, h)
+    gathered = gathers_tokens(session, Tables.rows(memory, session.desc.experts // session.desc.ranks))
     key = ("backward pass", needs, memory.shape, x.shape, x.stride(), weights[2] is None, over_h, x_apart, side,
-           may_overflow)
+           may_overflow, gathered)
     prepared = session.prepared(key, lambda: PreparedBackward(
         session, d_o, saved, weights, wanted=_wanted_gradients(needs), with_dscores=needs[2], over_h=over_h,
-        may_overflow=may_overflow, side=side, x_apart=x_apart))
+        may_overflow=may_overflow, side=side, x_apart=x_apart, gathered=gathered))
     results = iter(prepared.run(session, d_o, x, topk_ids, h, memory, [w for w in weights if w is not None]))
     dx = next(results)
     return dx if needs[0] else None, None, *[next(results) if needed else None for needed in needs[2:]]

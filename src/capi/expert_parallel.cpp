@@ -201,6 +201,8 @@ Status dispatch(tessera_expert_parallel* session, tessera_expert_dispatch_args c
                                                .row_scores = tensor_of(from.row_scores)},
                                     .rows = tensor_of(from.rows),
                                     .second_rows = tensor_of(from.second_rows),
+                                    .gathered = from.gathered != 0,
+                                    .routing = buffer_of(from.routing),
                                     .may_overflow = from.may_overflow != 0,
                                     .sms = from.sms,
                                     .begun = from.begun},

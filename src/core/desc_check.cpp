@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/dtype_name.hpp"
+#include "core/gathered_rows.hpp"
 #include "core/option_check.hpp"
 #include "core/router_groups.hpp"
 #include "tessera/names.hpp"
@@ -218,13 +219,22 @@ Status check_options(MoeDesc const& desc) noexcept {
                            desc.layout.block);
   }
   if (desc.grouping != RowGrouping::slots &&
-      (desc.router.kind != RouterKind::given || desc.shape.top_k != 1 ||
-       desc.shape.variable_experts)) {
+      (desc.router.kind != RouterKind::given || desc.shape.top_k != 1)) {
     return Status::invalid(
-        "grouping=%d: rows grouped ahead of the call need router given, top_k=1 (tokens = rows) "
-        "and "
-        "no variable_experts",
+        "grouping=%d: rows grouped ahead of the call need router given and top_k=1 (tokens = rows, "
+        "or, with variable_experts, slots = rows that gather tokens)",
         static_cast<int>(desc.grouping));
+  }
+  if (gathers_grouped_rows(desc) && desc.grouping != RowGrouping::offsets) {
+    return Status::invalid(
+        "grouping=%d with variable_experts: rows that gather tokens have tables already; set "
+        "grouping offsets",
+        static_cast<int>(desc.grouping));
+  }
+  if (gathers_grouped_rows(desc) && desc.precision != Precision::native) {
+    return Status::unsupported(
+        "precision=%s with rows that gather tokens: native alone has them; use native",
+        name_of(kPrecisionNames, desc.precision));
   }
   if (desc.column_chunk < 0) {
     return Status::invalid("column_chunk=%lld: a number of columns of hidden, or 0 for all",

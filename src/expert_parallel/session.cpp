@@ -314,7 +314,9 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
                              .may_overflow = tensors.may_overflow,
                              .gmem_rows = static_cast<char*>(tensors.gmem_rows),
                              .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
-                             .gmem_slot_of_pair = regions.slot_of_pair.in(base)},
+                             .gmem_slot_of_pair = regions.slot_of_pair.in(base),
+                             .gathered = tensors.gathered,
+                             .routing = tensors.routing},
                             sms_of(tensors.sms, config_), native,
                             static_cast<cudaEvent_t>(tensors.begun)),
             "launch of dispatch"));

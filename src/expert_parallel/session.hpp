@@ -12,6 +12,7 @@
 #include "expert_parallel/plan/plan.hpp"
 #include "expert_parallel/transport/engine.hpp"
 #include "tessera/context.hpp"
+#include "tessera/routing.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::expert_parallel {
@@ -80,8 +81,10 @@ struct DispatchTensors {
   PassTables tables;
   void* gmem_rows = nullptr;
   void* gmem_second_rows = nullptr;
-  std::int32_t sms = 0;   // 0: all
-  void* begun = nullptr;  // event, or null
+  bool gathered = false;     // they are tokens, there once
+  RoutingView routing = {};  // tables of a layer of these rows, or no addresses
+  std::int32_t sms = 0;      // 0: all
+  void* begun = nullptr;     // event, or null
 };
 struct CombineTensors {
   std::int32_t tokens = 0;

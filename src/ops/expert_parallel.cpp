@@ -165,6 +165,20 @@ Status check_sms(std::int32_t sms) noexcept {
   return Status::invalid("sms=%d: 0 for all, or how many", sms);
 }
 
+// Says what tables of R grouped rows of this rank's experts look like.
+MoeDesc desc_of_rows(ExpertParallelDesc const& desc, std::int64_t rows) noexcept {
+  MoeDesc out;
+  out.shape = {.tokens = rows,
+               .hidden = desc.hidden,
+               .intermediate = desc.intermediate,
+               .experts = desc.experts / desc.ranks,
+               .top_k = 1};
+  out.dtype = DType::bf16;
+  out.activation = desc.activation;
+  out.grouping = RowGrouping::offsets;
+  return out;
+}
+
 expert_parallel::PassTables pass_tables(DispatchTables const& tables, std::int64_t rows) noexcept {
   return {.gmem_expert_offsets = tables.expert_offsets.data,
           .gmem_row_origins = tables.row_origins.data,
@@ -329,24 +343,35 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
   auto const tokens = has_x ? tokens_of("x", args.x, desc_, desc_.hidden)
                             : tokens_of("second_x", args.second_x, desc_, desc_.hidden);
   if (!tokens.ok()) return tokens.status();
-  auto const rows = has_x ? rows_of("rows", args.rows, desc_, desc_.hidden)
-                          : rows_of("second_rows", args.second_rows, desc_, desc_.hidden);
+  auto const rows = args.gathered ? rows_of("row_origins", args.tables.row_origins, desc_, 4)
+                    : has_x       ? rows_of("rows", args.rows, desc_, desc_.hidden)
+                                  : rows_of("second_rows", args.second_rows, desc_, desc_.hidden);
   if (!rows.ok()) return rows.status();
+  std::int64_t const places = args.gathered ? desc_.ranks * desc_.max_tokens : rows.value();
   TESSERA_TRY(check_sms(args.sms));
   PassCheck pass{desc_, core::TensorCheck{device_}};
   pass.tables(args.tables, rows.value(), has_x);
   if (has_x) {
     pass.staged("x", args.x, tokens.value(), session_->x());
     pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
-    pass.output("rows", args.rows, DType::bf16, {rows.value(), desc_.hidden});
+    pass.output("rows", args.rows, DType::bf16, {places, desc_.hidden});
     pass.aligned("rows", args.rows.data);
   } else {
     pass.check.absent("rows", args.rows, "there is no x");
     pass.check.absent("topk_ids", args.topk_ids, "there is no x");
   }
+  MoeDesc const of_rows = desc_of_rows(desc_, rows.value());
+  RoutingView routing;
+  if (args.routing.data != nullptr) {
+    if (!has_x) {
+      return Status::invalid("routing: there is no x; give it to the call of dispatch() that has");
+    }
+    pass.check.buffer("routing", args.routing, ops::routing_table_bytes(of_rows), 4, true);
+    routing = ops::view_routing(of_rows, args.routing.data);
+  }
   if (has_second) {
     pass.staged("second_x", args.second_x, tokens.value(), session_->second_x());
-    pass.output("second_rows", args.second_rows, DType::bf16, {rows.value(), desc_.hidden});
+    pass.output("second_rows", args.second_rows, DType::bf16, {places, desc_.hidden});
     pass.aligned("second_rows", args.second_rows.data);
   } else {
     pass.check.absent("second_rows", args.second_rows, "there is no second_x");
@@ -362,6 +387,8 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
                              .tables = pass_tables(args.tables, rows.value()),
                              .gmem_rows = args.rows.data,
                              .gmem_second_rows = args.second_rows.data,
+                             .gathered = args.gathered,
+                             .routing = routing,
                              .sms = args.sms,
                              .begun = args.begun},
                             stream);

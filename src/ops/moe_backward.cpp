@@ -2,6 +2,7 @@
 // moe_backward: down_projection_dgrad -> router -> down_projection_wgrad -> up_projection_dgrad ->
 // aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
 #include "core/desc_check.hpp"
+#include "core/gathered_rows.hpp"
 #include "core/gradient_dtype.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
@@ -119,7 +120,7 @@ void ops::visit_tensors(MoeDesc const& desc, MoeBackwardArgs const& args, Pass p
     }
     visit_weights(desc, args.weights, visitor);
     visit_weight_codes(desc, args.weight_codes, false, true, visitor);
-    visitor.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
+    visitor.optional_output("dx", args.dx, desc.dtype, {core::dx_rows(desc), s.hidden});
     visitor.optional_output("dscores", args.dscores, DType::fp32, {desc.num_slots()});
     visitor.contiguous("dscores", args.dscores);
   } else {

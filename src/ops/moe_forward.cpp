@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate
 #include "core/desc_check.hpp"
+#include "core/gathered_rows.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/low_precision.hpp"
@@ -121,6 +122,7 @@ void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs 
 Status moe_forward(Context const& context, MoeDesc const& given, MoeForwardArgs const& args,
                    Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, given));
+  TESSERA_TRY(core::refuse_gathered_rows(given));
   MoeDesc const desc = core::resolved(given);
   if (context.cuda() != nullptr) return forward_on_cuda(context, desc, args, stream);
   ops::ForwardPlan const plan = ops::plan_forward(context, desc);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/desc_check.hpp"
+#include "core/gathered_rows.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/router_args.hpp"
@@ -248,6 +249,7 @@ void make_routing_tables(MoeDesc const& desc, MoeForwardArgs const& args, Forwar
 Status routing_of_groups(Context const& context, MoeDesc const& desc,
                          GroupedRoutingArgs const& args, Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
+  TESSERA_TRY(core::refuse_gathered_rows(desc));
   if (desc.grouping == RowGrouping::slots) {
     return Status::invalid(
         "grouping=slots: rows that the caller sorted by expert; moe_forward "

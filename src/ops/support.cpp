@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "core/desc_check.hpp"
+#include "core/gathered_rows.hpp"
 #include "core/router_math.hpp"
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
@@ -36,7 +37,7 @@ Tables lay_out(MoeDesc const& desc, std::int32_t* base) noexcept {
   take(view.gather_index, true, slots);
   take(view.inverse_permutation, true, slots);
   take(view.scores, true, slots);
-  take(view.token_offsets, desc.experts_vary(), tokens + 1);
+  take(view.token_offsets, desc.experts_vary() && !core::gathers_grouped_rows(desc), tokens + 1);
   take(view.topk_ids, routed, slots);
   take(view.chosen_p, core::saves_chosen_p(desc), slots);
   constexpr std::int64_t kVector = 4;  // kernels read and write logits in 16 bytes

@@ -112,6 +112,93 @@ TEST_F(PostDispatch, RefusesBadGroups) {
   refused(RowGrouping::ends, [](auto& v) { v[1] = 100; }, "ends[1]=100");
 }
 
+// Rows of x and d_o that are tokens, some of them of several rows and one of none, as ExpertParallel::dispatch() brings
+// them.
+TEST_F(PostDispatch, BackwardMayGatherTokens) {
+  constexpr std::int64_t kTokens = 7;
+  auto const token_of = [](std::size_t row) { return row * 5 % 6; };  // never the last one
+  for (SavePolicy const save : {SavePolicy::h, SavePolicy::x}) {
+    MoeDesc desc = plain_desc();
+    desc.grouping = RowGrouping::offsets;
+    desc.save = save;
+    Layer spread(context, desc);
+    auto const d = static_cast<std::size_t>(desc.shape.hidden);
+    Floats x(kTokens * d, std::nanf("")), d_o = x;
+    for (std::size_t row = 0; row < static_cast<std::size_t>(valid); ++row) {
+      for (std::size_t i = 0; i < d; ++i) {
+        std::size_t const at = token_of(row) * d + i;
+        x[at] = static_cast<float>(at % 17) - 8.0f;
+        d_o[at] = static_cast<float>(at % 23) - 11.0f;
+        spread.x[row * d + i] = x[at];
+        spread.d_o[row * d + i] = d_o[at];
+      }
+    }
+    std::vector<std::int32_t> values;
+    spread.forward.topk_ids = spread.forward.topk_weights = {};
+    spread.forward.expert_offsets = groups(RowGrouping::offsets, values);
+    spread.forward.row_scores = tensor(spread.weights.data(), {rows});
+    if (save == SavePolicy::x) {
+      spread.forward.h = {};
+      spread.backward.h = {};
+    }
+    ASSERT_TRUE(spread.run_forward().ok());
+    MoeDesc gathered = desc;
+    gathered.shape.tokens = kTokens;
+    gathered.shape.variable_experts = true;
+    gathered.shape.slots = rows;
+    ASSERT_EQ(value_of(routing_bytes(gathered)), spread.routing.size());
+    std::vector<std::byte> routing = spread.routing;
+    RoutingView const tables = value_of(routing_view(gathered, {routing.data(), routing.size()}));
+    for (std::size_t row = 0; row < static_cast<std::size_t>(valid); ++row) {
+      tables.gather_index[row] = static_cast<std::int32_t>(token_of(row));
+    }
+    ASSERT_TRUE(spread.run_backward().ok());
+    Floats dx(spread.dx.size(), std::nanf(""));
+    std::vector<std::byte> workspace(value_of(workspace_bytes(context, gathered, Pass::backward)));
+    MoeBackwardArgs args = spread.backward;
+    args.x = tensor(x.data(), {kTokens, desc.shape.hidden});
+    args.d_o = tensor(d_o.data(), {kTokens, desc.shape.hidden});
+    args.dx = tensor(dx.data(), {rows, desc.shape.hidden});
+    args.routing = ConstBuffer(routing.data(), routing.size());
+    args.workspace = {workspace.data(), workspace.size()};
+    Floats const dscores = spread.dscores, dw_up = spread.dw_up, dw_down = spread.dw_down;
+    Floats const db_up = spread.db_up, db_down = spread.db_down;
+    for (Floats* const out :
+         {&spread.dscores, &spread.dw_up, &spread.dw_down, &spread.db_up, &spread.db_down}) {
+      std::fill(out->begin(), out->end(), std::nanf(""));
+    }
+    Status const status = moe_backward(context, gathered, args);
+    ASSERT_TRUE(status.ok()) << status.text();
+    auto const end = dx.begin() + valid * desc.shape.hidden;
+    EXPECT_TRUE(std::equal(dx.begin(), end, spread.dx.begin()));
+    EXPECT_EQ(spread.dscores, dscores);
+    EXPECT_EQ(spread.dw_up, dw_up);
+    EXPECT_EQ(spread.dw_down, dw_down);
+    EXPECT_EQ(spread.db_up, db_up);
+    EXPECT_EQ(spread.db_down, db_down);
+    EXPECT_GT(*std::max_element(dx.begin(), end), 0.0f);
+  }
+}
+
+TEST_F(PostDispatch, RowsThatGatherTokensAreOfBackwardPasses) {
+  MoeDesc desc = plain_desc();
+  desc.grouping = RowGrouping::offsets;
+  desc.shape.variable_experts = true;
+  desc.shape.slots = rows;
+  auto const says = [](Status const& status, char const* part) {
+    EXPECT_FALSE(status.ok());
+    EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
+  };
+  says(moe_forward(context, desc, {}), "of backward passes");
+  says(routing_of_groups(context, desc, {}), "of backward passes");
+  desc.grouping = RowGrouping::counts;
+  says(routing_bytes(desc).status(), "set grouping offsets");
+  desc.grouping = RowGrouping::offsets;
+  desc.dtype = DType::bf16;
+  desc.precision = Precision::fp8;
+  says(routing_bytes(desc).status(), "native");
+}
+
 // Of a forward pass without scores, for a backward pass that has some.
 TEST_F(PostDispatch, TablesWithoutAForwardPass) {
   for (RowGrouping const grouping :

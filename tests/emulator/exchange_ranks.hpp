@@ -93,7 +93,11 @@ struct Kind {
   bool saves = false;    // tables for later passes
   bool tight = false;    // memory for the rows that there are, and no more
   bool may_overflow = false;
-  bool apart = false;  // the second rows come by a launch of their own
+  bool apart = false;     // the second rows come by a launch of their own
+  bool gathered = false;  // each token once
+  bool mixed = false;     // ranks with odd numbers do the other thing of both
+  bool apart_on(int rank) const { return second && (apart != (mixed && rank % 2 == 1)); }
+  bool gathered_on(int rank) const { return gathered != (mixed && rank % 2 == 1); }
 };
 
 // What one rank has of a pass.
@@ -104,7 +108,7 @@ struct Share {
   Tables saved;
   Memory<Bits> x, second_x, rows, second_rows, sent;
   Memory<float> row_dscores, dscores;
-  Memory<std::int32_t> slot_of_pair;
+  Memory<std::int32_t> slot_of_pair, routing;
   std::uint64_t host_rows = 0;
 
   Share(Exchange const& exchange, int rank)
@@ -113,12 +117,14 @@ struct Share {
         saved(exchange.shape),
         x(exchange.shape.max_tokens * std::int64_t{exchange.shape.hidden}),
         second_x(static_cast<std::int64_t>(x.size())),
-        rows(capacity * exchange.shape.hidden),
+        rows(capacity *
+             exchange.shape.hidden),  // of max_tokens * K of each rank: enough for tokens
         second_rows(capacity * exchange.shape.hidden),
         sent(capacity * exchange.shape.hidden),
         row_dscores(capacity),
         dscores(std::int64_t{exchange.shape.max_tokens} * exchange.shape.max_top_k),
-        slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair) {}
+        slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair),
+        routing(exchange.shape.local_experts() + 1 + 4 * capacity, kNoPair) {}
   // Those within the row limit.
   std::int64_t held() const {
     return std::min(static_cast<std::int64_t>(wanted.origins.size()), capacity);
@@ -189,7 +195,7 @@ class Ranks {
     }
     if (kernels > 1) {
       DispatchArguments args = dispatch_arguments(pass, r);
-      bool const apart = pass.kind.second && pass.kind.apart;
+      bool const apart = pass.kind.apart_on(r);
       if (apart) args.gmem_second_rows = nullptr;
       launched(launch_dispatch(args, ctas_, &rank(r).stream));
       if (apart) {
@@ -198,6 +204,7 @@ class Ranks {
         args.gmem_rows = nullptr;
         if (pass.kind.saves) args.tables = args.saved;
         args.saved = {};
+        args.routing = {};
         launched(launch_dispatch(args, 1, &rank(r).stream));
       }
       if (checks) look(pass, r, [this, &pass, r] { return wrong_rows(pass, r); });
@@ -364,18 +371,37 @@ class Ranks {
   }
   DispatchArguments dispatch_arguments(Pass const& pass, int r) {
     Share& own = shares(pass, r);
-    DispatchArguments args{.exchange = arguments(pass, r),
-                           .tables = tables_of(pass, r),
-                           .saved = pass.kind.saves ? own.saved.addresses() : RowTables{},
-                           .capacity = own.capacity,
-                           .may_overflow = pass.kind.may_overflow,
-                           .gmem_rows = reinterpret_cast<char*>(own.rows.get()),
-                           .gmem_second_rows = pass.kind.second
-                                                   ? reinterpret_cast<char*>(own.second_rows.get())
-                                                   : nullptr,
-                           .gmem_slot_of_pair = own.slot_of_pair.get()};
+    DispatchArguments args{
+        .exchange = arguments(pass, r),
+        .tables = tables_of(pass, r),
+        .saved = pass.kind.saves ? own.saved.addresses() : RowTables{},
+        .capacity = own.capacity,
+        .may_overflow = pass.kind.may_overflow,
+        .gmem_rows = reinterpret_cast<char*>(own.rows.get()),
+        .gmem_second_rows =
+            pass.kind.second ? reinterpret_cast<char*>(own.second_rows.get()) : nullptr,
+        .gmem_slot_of_pair = own.slot_of_pair.get(),
+        .gathered = pass.kind.gathered_on(r),
+        .routing =
+            pass.of != nullptr ? routing_view(own.routing.get(), own.capacity) : RoutingView{}};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
     return args;
+  }
+  // Of a layer of that many grouped rows: routing.hpp.
+  RoutingView routing_view(std::int32_t* at, std::int64_t rows) const {
+    RoutingView view;
+    view.expert_offsets = at;
+    view.sort_permutation = view.expert_offsets + s_.local_experts() + 1;
+    view.gather_index = view.sort_permutation + rows;
+    view.inverse_permutation = view.gather_index + rows;
+    view.scores = reinterpret_cast<float*>(view.inverse_permutation + rows);
+    return view;
+  }
+  // Where the row of a pair lies behind dispatch.
+  std::int64_t place_of(Pass const& pass, int r, std::int64_t row) const {
+    if (!pass.kind.gathered_on(r)) return row;
+    RowOrigin const from = shares(pass, r).wanted.origins[static_cast<std::size_t>(row)];
+    return std::int64_t{from.source} * s_.max_tokens + from.pair / s_.max_top_k;
   }
   CombineArguments combine_arguments(Pass const& pass, int r) {
     Share& own = shares(pass, r);
@@ -391,7 +417,7 @@ class Ranks {
     char* const window = rank(r).window.get();
     std::memset(window + layout_.x, 0xff, static_cast<std::size_t>(layout_.bytes - layout_.x));
     place_first_rows(pass, r, window);
-    if (pass.kind.second && !pass.kind.apart) place_second_rows(pass, r, window);
+    if (pass.kind.second && !pass.kind.apart_on(r)) place_second_rows(pass, r, window);
     if (pass.of != nullptr) return;
     Tables const fresh(s_);
     Tables const& made = rank(r).made;
@@ -422,8 +448,10 @@ class Ranks {
     Share& own = shares(pass, r);
     auto const rows = static_cast<std::int64_t>(own.wanted.origins.size());
     for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t i = row * s_.hidden; i < (row + 1) * s_.hidden; ++i) {
-        own.sent[i] = result(pass, r, row, own.rows[i], own.second_rows[i]);
+      std::int64_t const from = place_of(pass, r, row) * s_.hidden;
+      for (std::int64_t i = 0; i < s_.hidden; ++i) {
+        own.sent[row * s_.hidden + i] =
+            result(pass, r, row, own.rows[from + i], own.second_rows[from + i]);
       }
       own.row_dscores[row] = dscore(pass, r, row);
     }
@@ -465,9 +493,10 @@ class Ranks {
       RowOrigin const from = own.wanted.origins[static_cast<std::size_t>(row)];
       Share const& source = shares(pass, from.source);
       std::int64_t const at = std::int64_t{from.pair / s_.max_top_k} * s_.hidden;
-      std::copy_n(source.x.get() + at, s_.hidden, first.get() + row * s_.hidden);
+      std::int64_t const to = place_of(pass, r, row) * s_.hidden;
+      std::copy_n(source.x.get() + at, s_.hidden, first.get() + to);
       if (!pass.kind.second) continue;
-      std::copy_n(source.second_x.get() + at, s_.hidden, second.get() + row * s_.hidden);
+      std::copy_n(source.second_x.get() + at, s_.hidden, second.get() + to);
     }
     Memory<std::int32_t> const slots(static_cast<std::int64_t>(own.slot_of_pair.size()), kNoPair);
     for (std::int32_t pair = 0; pair < pass.exchange.pairs(r); ++pair) {
@@ -477,7 +506,29 @@ class Ranks {
     if (wrong.empty()) wrong = compare("second rows", own.second_rows.get(), second);
     if (wrong.empty()) wrong = compare("slots of pairs", own.slot_of_pair.get(), slots);
     if (wrong.empty() && pass.kind.saves) wrong = wrong_tables(own.saved, pass, r, own.held());
-    return wrong;
+    return wrong.empty() ? wrong_routing(pass, r) : wrong;
+  }
+  // Of a pass with the tables of an earlier one: those that its backward GEMMs read.
+  std::string wrong_routing(Pass const& pass, int r) {
+    Share const& own = shares(pass, r);
+    Memory<std::int32_t> const wanted(static_cast<std::int64_t>(own.routing.size()), kNoPair);
+    if (pass.of != nullptr) {
+      RoutingView const view = routing_view(wanted.get(), own.capacity);
+      std::int64_t const held = own.held();
+      std::transform(own.wanted.offsets.begin(), own.wanted.offsets.end(), view.expert_offsets,
+                     [held](std::int32_t offset) { return std::min<std::int64_t>(offset, held); });
+      for (std::int64_t row = 0; row < own.capacity; ++row) {
+        bool const exists = row < held;
+        view.sort_permutation[row] = view.inverse_permutation[row] =
+            exists ? static_cast<std::int32_t>(row) : -1;
+        view.gather_index[row] = exists ? static_cast<std::int32_t>(place_of(pass, r, row)) : 0;
+        RowOrigin const from =
+            exists ? own.wanted.origins[static_cast<std::size_t>(row)] : RowOrigin{};
+        view.scores[row] =
+            exists ? shares(pass, from.source).scores[static_cast<std::size_t>(from.pair)] : 0.0f;
+      }
+    }
+    return compare("routing tables", own.routing.get(), wanted);
   }
 
   // All of a rank's window from x on, behind a pass; what one owner sent to it, or all of them.

@@ -73,7 +73,9 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
                                  .dscores = true,
                                  .saves = seed % 4 == 2,
                                  .tight = !odd,
-                                 .apart = seed % 5 < 3},
+                                 .apart = seed % 5 < 3,
+                                 .gathered = seed % 2 == 0,
+                                 .mixed = seed % 4 > 1},
                                 seed + 100, before != nullptr ? *before : forward);
     ASSERT_EQ(ranks.run(backward, schedule_of(seed)), "")
         << shape.ranks << " ranks, " << ctas << " CTAs, hidden " << shape.hidden << ", transfer "
@@ -113,7 +115,12 @@ TEST(UnfusedExchange, PassesOneBehindTheOther) {
       ranks.enqueue(*forward.back());
     }
     for (std::size_t layer = forward.size(); layer-- > 0;) {
-      ranks.enqueue(ranks.make({.second = true, .dscores = true, .tight = true, .apart = seed < 2},
+      ranks.enqueue(ranks.make({.second = true,
+                                .dscores = true,
+                                .tight = true,
+                                .apart = seed < 2,
+                                .gathered = seed % 2 == 1,
+                                .mixed = layer == 1},
                                seed * 8 + layer + 1, *forward[layer]));
     }
     emulator::Schedule schedule = schedule_of(seed);
@@ -131,7 +138,8 @@ TEST(UnfusedExchange, MoreRowsThanTheLimitAreReported) {
     Exchange const exchange = draw(s, Pattern::random, seed);
     Pass& first = ranks.make(exchange, {.saves = true}, seed);
     ASSERT_EQ(ranks.run(first, schedule_of(seed)), "");
-    Kind const kind = {.second = true, .dscores = true, .saves = true, .tight = true};
+    Kind const kind = {
+        .second = true, .dscores = true, .saves = true, .tight = true, .gathered = seed % 4 == 2};
     Pass& pass = seed % 4 < 2 ? ranks.make(exchange, kind, seed) : ranks.make(kind, seed, first);
     Share& small = *pass.shares[static_cast<std::size_t>(owner)];
     std::int64_t const rows = small.capacity;

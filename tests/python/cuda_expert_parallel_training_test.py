@@ -260,6 +260,27 @@ class OnGpus(unittest.TestCase):
             dist.barrier()
             experts.close()
 
+    def test_tokens_that_come_once(self):
+        """Gradients have the bits of those of rows that come one by one. Ranks may differ in that, and in whether rows
+        of x come apart."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        large = 1 << 30
+        ways = ((True, 0), (False, 0), (rank % 2 == 0, 0), (True, large * (rank % 2)), (rank % 2 == 1, large))
+        for activation, save, with_bias in (("swiglu", "h", False), ("swiglu", "x", False), ("gelu", "h", False),
+                                            ("clamped-swiglu", "h", True)):
+            experts = self.make(activation=activation, save=save, max_rows=self.T * self.K * ranks)
+            for tokens in ([self.T] * ranks, [9 + 7 * r for r in range(ranks)], [0] + [self.T] * (ranks - 1)):
+                seen = []
+                for once, apart in ways:
+                    with mock.patch.object(training, "gathers_tokens", return_value=once), \
+                            mock.patch.object(training, "SIDE_STREAM_BYTES", apart):
+                        seen.append(self.compare(experts, tokens, activation, with_bias)[1])
+                for others in seen[1:]:
+                    for a, b in zip(seen[0], others, strict=True):
+                        self.assertTrue(torch.equal(a, b), f"{activation}, save {save}, tokens {tokens}")
+            dist.barrier()
+            experts.close()
+
     def test_checkpointing(self):
         """Forward runs again in backward, with less memory than it had at first."""
         ranks = dist.get_world_size()

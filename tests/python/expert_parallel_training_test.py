@@ -13,6 +13,7 @@ import tessera
 import torch
 from cpu_session import make_desc, make_session
 from tessera import expert_parallel_library as structs
+from tessera import expert_parallel_prepared as prepared
 from tessera import expert_parallel_session as session_module
 from tessera import expert_parallel_training as training
 from tessera import library
@@ -41,6 +42,7 @@ class OneRank:
 
     def __init__(self, experts: int, activation: str = "swiglu"):
         self.experts, self.calls, self.dispatched, self.others_have_memory = experts, [], True, []
+        self.gathered = []  # of calls of dispatch
         self.activation, self.counted = activation, []  # (rows, whether all fit) of passes
 
     def count(self, row_limit: int):
@@ -110,13 +112,30 @@ class OneRank:
             self.write_tables(args)
         rows = int(at(args.expert_offsets)[-1])
         token = origins[:rows, 0].long() // SHAPE["top_k"]
-        if args.x.rank:
-            at(args.rows)[:rows] = at(args.x)[token]
-        if args.second_rows.rank:
-            at(args.second_rows)[:rows] = at(args.second_x)[token]
+        for x, out in ((args.x, args.rows), (args.second_x, args.second_rows)):
+            if x.rank and args.gathered:
+                at(out).fill_(torch.nan)[token] = at(x)[token]
+            elif x.rank:
+                at(out)[:rows] = at(x)[token]
+        if args.routing.data:
+            self.write_routing(args, rows, token if args.gathered else torch.arange(rows))
         self.dispatched = True
+        self.gathered.append(bool(args.gathered))
         self.calls.append("dispatch" if args.x.rank else "second rows")
         return 0
+
+    def write_routing(self, args, rows: int, gathered: torch.Tensor):
+        """RoutingView of routing.hpp."""
+        count, experts = len(at(args.row_origins)), self.experts
+        assert args.routing.bytes == 4 * (4 * count + experts + 1)
+        memory = (ctypes.c_char * args.routing.bytes).from_address(args.routing.data)
+        offsets, order, index, inverse, scores = torch.frombuffer(memory, dtype=torch.int32).split(
+            [experts + 1, *[count] * 4])
+        offsets.copy_(at(args.expert_offsets))
+        for table, values, fill in ((order, torch.arange(rows), -1), (inverse, torch.arange(rows), -1),
+                                    (index, gathered, 0)):
+            table.fill_(fill)[:rows] = values
+        scores.view(torch.float32).zero_()[:rows] = at(args.row_scores)[:rows]
 
     def tessera_expert_parallel_combine(self, handle, address, stream):
         args = structs.CombineArgs.from_address(address)
@@ -413,7 +432,9 @@ class OnCpu(unittest.TestCase):
         """Rows of x come and those of dx go on it; what follows waits until they have begun, and in the end for it."""
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
         session, order = cpu_session(max_rows=900), []
-        session.stream, session.side_stream, session.place = lambda: 1, lambda: 2, lambda name: window
+        session.stream, session.side_stream = lambda: 1, lambda: 2
+        windows = {name: torch.zeros(300, 64, dtype=torch.bfloat16) for name in ("input", "second_input")}
+        session.place = windows.__getitem__
 
         class Side:
             begun = mock.Mock(cuda_event=99)
@@ -435,7 +456,7 @@ class OnCpu(unittest.TestCase):
 
             return call
 
-        session.side, window, fake = Side(), torch.zeros(300, 64, dtype=torch.bfloat16), Streams(8)
+        session.side, fake = Side(), Streams(8)
         fake.tessera_expert_parallel_dispatch = noted("dispatch", structs.DispatchArgs)
         fake.tessera_expert_parallel_combine = noted("combine", structs.CombineArgs)
         wanted_o = tessera.routed_experts(x, ids, scores, w_up, w_down)
@@ -444,21 +465,56 @@ class OnCpu(unittest.TestCase):
         begin, leads = ["begin"], ["wait_until_begun"]
         with mock.patch.object(training, "uses_side_stream", return_value=True), \
                 mock.patch.object(session_module, "load", return_value=fake):
-            for size, first in ((0, ["fork", ("dispatch", 1, 0, None), *begin, ("second_dispatch", 2, 24, 99), *leads]),
+            for size, first in ((0, ["fork", ("dispatch", 1, 0, None), *begin, ("second_dispatch", 2, 8, 99), *leads]),
                                 (1 << 30, [("dispatch", 1, 0, None)])):
                 with mock.patch.object(training, "SIDE_STREAM_BYTES", size):
                     o = training.run(session, 0, x, ids, scores, w_up, w_down)
                     order.clear()
-                    window.zero_()
+                    for window in windows.values():
+                        window.zero_()
                     got = torch.autograd.grad(o, (x, scores, w_up, w_down), d_o)
                 self.assertEqual([each for each in order if each[0] != "moe_saved"],
-                                 [*first, ("routing_of_groups", 1), *begin, ("combine", 2, 24, 99), *leads, "join"])
+                                 [*first, *begin, ("combine", 2, 24, 99), *leads, "join"])
                 self.assert_near(got, wanted)
 
     def test_a_captured_step_has_a_side_stream(self):
-        with mock.patch.object(training, "captures", return_value=True):
-            self.assertTrue(training.uses_side_stream(mock.Mock(is_cuda=True)))
-            self.assertFalse(training.uses_side_stream(mock.Mock(is_cuda=False)))
+        """Rows of x come on it, however few they are: no host has to be in time."""
+        session, needs, h = cpu_session(max_rows=900), (True,) * 5 + (False,) * 2, torch.empty(0, 1)
+        for captures in (True, False):
+            with mock.patch.object(training, "captures", return_value=captures):
+                self.assertTrue(training.uses_side_stream(mock.Mock(is_cuda=True)))
+                self.assertFalse(training.uses_side_stream(mock.Mock(is_cuda=False)))
+                self.assertEqual(training._rows_of_x_apart(session, needs, mock.Mock(is_cuda=True), h), captures)
+                self.assertFalse(training._rows_of_x_apart(session, needs, mock.Mock(is_cuda=False), h))
+                self.assertFalse(training._rows_of_x_apart(session, needs, mock.Mock(is_cuda=True), torch.empty(0)))
+
+    def test_tokens_that_come_once(self):
+        """GEMMs that gather rows of x and d_o have the bits of those that read rows. What no row names is not read."""
+        for activation, with_bias, save, apart in (("swiglu", False, "h", 0), ("swiglu", False, "x", 0),
+                                                   ("clamped-swiglu", True, "h", 1 << 30),
+                                                   ("gelu", False, "h", 1 << 30)):
+            ids, (x, scores, *weights) = self.tensors(activation, with_bias, 290)
+            ids[100:140] = -1
+            d_o, results = torch.randn(x.shape).bfloat16(), []
+            for once in (True, False):
+                session, fake = cpu_session(activation, 900, save), OneRank(SHAPE["experts"], activation)
+                with mock.patch.object(session_module, "load", return_value=fake), \
+                        mock.patch.object(training, "SIDE_STREAM_BYTES", apart), \
+                        mock.patch.object(training, "gathers_tokens", return_value=once):
+                    o = training.run(session, 0, x, ids, scores, *weights)
+                    results.append(torch.autograd.grad(o, (x, scores, *weights), d_o))
+                self.assertEqual(fake.gathered, [once] * (2 if save == "h" and not apart else 1))
+            for a, b in zip(*results, strict=True):
+                self.assertTrue(torch.equal(a, b))
+                self.assertGreater(a.abs().max(), 0)
+
+    def test_where_tokens_come_once(self):
+        """Where memory for those of all ranks is no more than for rows."""
+        session = cpu_session(max_rows=900)
+        self.assertTrue(prepared.gathers_tokens(session, 300))
+        self.assertFalse(prepared.gathers_tokens(session, 299))
+        session.desc.ranks = 4
+        self.assertFalse(prepared.gathers_tokens(session, 900))
 
     def test_prepared_passes_of_other_tensors(self):
         """Each in turn in one session: other numbers of tokens, rows that lie apart, fewer gradients, biases."""

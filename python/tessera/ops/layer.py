@@ -241,18 +241,27 @@ def run_backward_input(tensors: tuple, text: str, with_dscores: bool) -> list[to
     return results if len(results) == 3 + with_dscores else [*results, tensors[SAVED.index("h")]]
 
 
-def prepare_backward_input(key, tensors: tuple, text: str, with_dscores: bool) -> PreparedCall:
+def _gather_tokens(desc: library.MoeDesc, rows: int | None) -> None:
+    """Of a layer of so many grouped rows whose x and d_o are tokens; None: of one whose x and d_o are rows."""
+    if rows is not None:
+        desc.variable_experts, desc.slots = 1, rows
+
+
+def prepare_backward_input(key, tensors: tuple, text: str, with_dscores: bool,
+                           gathered_rows: int | None = None) -> PreparedCall:
+    """gathered_rows: with x and d_o of tokens, how many rows there are, which the routing tables gather."""
     named, options = dict(zip(SAVED[:-2], tensors, strict=True)), parse(text)
     x = named["x"]
-    desc = _desc(options, x, named, 1, torch.int32)
+    desc, rows = _desc(options, x, named, 1, torch.int32), x.shape[0] if gathered_rows is None else gathered_rows
+    _gather_tokens(desc, gathered_rows)
     prepared = PreparedCall("moe_backward_input", x.device, BackwardArgs(), desc)
     _read_saved(prepared, options, tensors)
-    prepared.write("dx", tuple(x.shape), x.dtype)
+    prepared.write("dx", (rows, x.shape[1]), x.dtype)
     if with_dscores:
-        prepared.write("dscores", (x.shape[0],), torch.float32)
-    prepared.write("a_scaled", (x.shape[0], desc.intermediate), x.dtype)
+        prepared.write("dscores", (rows,), torch.float32)
+    prepared.write("a_scaled", (rows, desc.intermediate), x.dtype)
     if not options.overwrite_h:
-        prepared.write("dh", (x.shape[0], options.up_width * desc.intermediate), x.dtype)
+        prepared.write("dh", (rows, options.up_width * desc.intermediate), x.dtype)
     return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_BACKWARD_INPUT))
 
 
@@ -268,9 +277,12 @@ def run_backward_weights(tensors: tuple, text: str, needs: int, buffers: tuple =
     return prepared.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
 
 
-def prepare_backward_weights(key, tensors: tuple, text: str, needs: int, buffers: tuple) -> PreparedCall:
+def prepare_backward_weights(key, tensors: tuple, text: str, needs: int, buffers: tuple,
+                             gathered_rows: int | None = None) -> PreparedCall:
+    """gathered_rows: as in prepare_backward_input."""
     named, options = dict(zip(_SPLIT, tensors, strict=True)), parse(text)
     desc = _desc(options, named["x"], named, 1, torch.int32)
+    _gather_tokens(desc, gathered_rows)
     prepared = PreparedCall("moe_backward_weights", named["x"].device, BackwardArgs(), desc)
     prepared.read(_SPLIT, tensors, unread=WEIGHTS)
     if any(buffer is not None for buffer in buffers):

@@ -2,6 +2,7 @@
 // out_t = (out_t) + sum over slots j of t, ascending, of s_j * rows[inverse_permutation[j]]
 #include <algorithm>
 
+#include "core/gathered_rows.hpp"
 #include "core/simd.hpp"
 #include "cpu/parallel/activation.hpp"
 #include "cpu/parallel/ops.hpp"
@@ -30,7 +31,7 @@ TESSERA_SIMD void add_row(Bf16 const* row, float score, std::int64_t columns, fl
 template <class T>
 void aggregate(Layer<T> const& layer, AggregateArgs<T> const& args,
                Threads const& threads) noexcept {
-  std::int64_t const tokens = layer.tokens(), pitch = args.columns.count;
+  std::int64_t const tokens = core::dx_rows(layer.desc), pitch = args.columns.count;
   RoutingView const& routing = layer.routing;
   auto const sum_token = [&](std::int64_t t, std::int64_t column, std::int64_t columns) {
     T* const out = args.out[t] + args.columns.first + column;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/gathered_rows.hpp"
 #include "core/gradient_dtype.hpp"
 #include "core/interleaved_columns.hpp"
 
@@ -78,7 +79,8 @@ void view_up(MoeDesc const& desc, ExpertWeights const& weights, WeightRows (&up)
 }
 
 std::int32_t const* gather_index(MoeDesc const& desc, RoutingView const& tables) noexcept {
-  return desc.grouping == RowGrouping::slots ? tables.gather_index : nullptr;
+  bool const gathers = desc.grouping == RowGrouping::slots || core::gathers_grouped_rows(desc);
+  return gathers ? tables.gather_index : nullptr;
 }
 
 UpProjectionFwdArguments up_projection_fwd_of(MoeDesc const& desc, ConstTensor const& x,
@@ -99,14 +101,15 @@ UpProjectionFwdArguments up_projection_fwd_of(MoeDesc const& desc, ConstTensor c
           .intermediate = desc.shape.intermediate,
           .experts = static_cast<std::int32_t>(desc.shape.experts),
           .gmem_tile_counter = gmem_tile_counters + kUpProjectionCounter,
-          .few_tokens = desc.shape.tokens <= kGemvTokens};
+          .few_tokens = core::dx_rows(desc) <= kGemvTokens};
 }
 
 AggregateArguments aggregate_of(MoeDesc const& desc, RoutingView const& tables, void const* gmem_y,
                                 float const* gmem_scores, Tensor const& o) noexcept {
   MoeShape const& s = desc.shape;
-  std::int64_t const typical_top_k =
-      s.variable_experts ? desc.num_slots() / std::max<std::int64_t>(s.tokens, 1) : s.top_k;
+  std::int64_t const typical_top_k = s.variable_experts && desc.grouping == RowGrouping::slots
+                                         ? desc.num_slots() / std::max<std::int64_t>(s.tokens, 1)
+                                         : s.top_k;
   return {.gmem_y = gmem_y,
           .gmem_scores = gmem_scores,
           .gmem_inverse_permutation = tables.inverse_permutation,
@@ -114,7 +117,7 @@ AggregateArguments aggregate_of(MoeDesc const& desc, RoutingView const& tables, 
           .gmem_o = o.data,
           .o_pitch = matrix_rows(o).pitch,
           .adds_to_o = false,
-          .tokens = s.tokens,
+          .tokens = core::dx_rows(desc),
           .hidden = s.hidden,
           .top_k = static_cast<std::int32_t>(typical_top_k)};
 }

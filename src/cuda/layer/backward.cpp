@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
+#include "core/gathered_rows.hpp"
 #include "core/gradient_dtype.hpp"
 #include "core/router_math.hpp"
 #include "core/workspace.hpp"
@@ -95,7 +96,9 @@ class Backward {
     if (wanted_.dx) put_router_part_in_rows();
     clear_counters(plan_.counters.in(base_), sequence_);
     if (wanted_.dx && fp32_router_) split_weights();
-    if (in_place_) add_zero_tail(desc, routing, args.dx, sequence_);
+    if (in_place_ && !core::gathers_grouped_rows(desc)) {
+      add_zero_tail(desc, routing, args.dx, sequence_);
+    }
   }
 
   /// Makes what gradients of weights read in place of x, where forward saved codes.

@@ -2,7 +2,7 @@
 // The exchange as three kernels around the GEMMs of a single GPU, for training and for an unfused pass to compare with.
 //   route      sends lists and counts to the owners (route_scan, counted, publish), plans, makes tables of the own rows
 //   dispatch   says that this rank's rows lie in its window [staged]; pulls the rows that the tables name; may be
-//              called once more, for second_x alone
+//              called once more, for second_x alone, by ranks that choose to
 //   combine    pushes rows to unique slots on their sources; ack says that all rows of a rank came back
 // A pass is all three, or dispatch and combine with tables of an earlier pass.
 // Rows have no pads between them: row r is row r of the plan, and expert_offsets are those of a GEMM.
@@ -17,6 +17,7 @@
 #include "expert_parallel/plan/fault.hpp"
 #include "expert_parallel/plan/protocol.hpp"
 #include "expert_parallel/transport/windows.hpp"
+#include "tessera/routing.hpp"
 
 namespace tessera::expert_parallel {
 
@@ -46,6 +47,11 @@ struct ExchangeArguments {
   }
   [[nodiscard]] TESSERA_INLINE std::int32_t token_of(std::uint32_t pair) const {
     return by_top_k.quotient(pair);
+  }
+  /// Returns the row of a pair's token where the tokens of all ranks lie one behind the other.
+  [[nodiscard]] TESSERA_INLINE std::int32_t gathered_row(std::uint32_t source,
+                                                         std::uint32_t pair) const {
+    return static_cast<std::int32_t>(source) * shape.max_tokens + token_of(pair);
   }
 };
 
@@ -87,6 +93,10 @@ struct DispatchArguments {
   char* gmem_rows;         // out [capacity,d] bf16: rows of x; null: an earlier call pulled them
   char* gmem_second_rows;  // out, the same of second_x; or null
   std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots
+  bool gathered = false;  // rows and second_rows are [ranks*max_tokens,d]: gathered_row(), once
+  /// Out: the tables of a layer of `capacity` grouped rows, whose gather_index says where their
+  /// tokens lie in `rows`; without addresses none are wanted.
+  RoutingView routing = {};
 };
 
 struct CombineArguments {

@@ -5,6 +5,8 @@
 //            awaits what all ranks say
 //   pull     warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
 //            here, a lane for each; the rows of second_x behind those of x, or by a launch of their own
+//   gathered a token is stored once, for GEMMs that gather rows: two warps of a CTA pull those of this rank, at the
+//            speed of its memory, while the others pull those of the peers, at that of the link
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
 // Memory   x and second_x were written before this kernel; bulk copies read them after a proxy fence behind staged
 // Requires hidden % 8 == 0. CTA 0 waits for nobody before it speaks, so CTAs need not all be resident
@@ -31,19 +33,59 @@ struct Shared {
   Ring ring[kWarps];
 };
 
-// word: staged_word, or second_staged_word, of this rank.
-__device__ void say_staged(ExchangeArguments const& p, std::int64_t word, std::uint32_t epoch) {
+// Says to all ranks that those of this rank lie in its window which this launch brings.
+__device__ void say_staged(DispatchArguments const& p, std::uint32_t epoch) {
+  ExchangeArguments const& exchange = p.exchange;
   arch::fence_acq_rel_sys();
-  for (int r = 0; r < p.shape.ranks; ++r) {
-    peer_of(p, r).signal(word, epoch);
+  for (int r = 0; r < exchange.shape.ranks; ++r) {
+    Peer const peer = peer_of(exchange, r);
+    if (p.gmem_rows != nullptr) peer.signal(exchange.window.staged_word(exchange.rank), epoch);
+    if (p.gmem_second_rows != nullptr) {
+      peer.signal(exchange.window.second_staged_word(exchange.rank), epoch);
+    }
   }
+}
+
+// Awaits what this launch brings of a rank, which may bring both by one launch or each by its own.
+__device__ bool await_staged(DispatchArguments const& p, Waiter const& waiter, std::uint32_t epoch,
+                             int source) {
+  WindowLayout const& window = p.exchange.window;
+  if (p.gmem_rows != nullptr &&
+      !waiter.for_epoch(window.staged_word(source), epoch, Site::staged, source)) {
+    return false;
+  }
+  return p.gmem_second_rows == nullptr || waiter.for_second_rows(source);
+}
+
+// Says whose rows a warp pulls, and which of them: rows i with i mod `workers` = worker.
+enum class Sources : std::uint8_t { all, own, peers };
+struct Share {
+  Sources sources;
+  int worker, workers;
+};
+
+// Where each token comes once, this rank's need none of the link, so warps of their own pull them meanwhile.
+__device__ Share share_of(DispatchArguments const& p, int warp) {
+  constexpr int kOwnWarps = 2;
+  int const cta = static_cast<int>(blockIdx.x), ctas = static_cast<int>(gridDim.x);
+  if (!p.gathered || p.exchange.shape.ranks == 1) {
+    return {Sources::all, cta * kWarps + warp, ctas * kWarps};
+  }
+  if (warp < kOwnWarps) return {Sources::own, cta * kOwnWarps + warp, ctas * kOwnWarps};
+  constexpr int kPeerWarps = kWarps - kOwnWarps;
+  return {Sources::peers, cta * kPeerWarps + warp - kOwnWarps, ctas * kPeerWarps};
 }
 
 // Those rows that begin tokens' lists, among rows i of a warp, in ascending order. By a converged warp.
 class FirstRows {
  public:
-  __device__ FirstRows(RowOrigin const* gmem_origins, int worker, int workers, int rows)
-      : gmem_origins_(gmem_origins), worker_(worker), workers_(workers), rows_(rows) {}
+  __device__ FirstRows(DispatchArguments const& p, Share const& share, int rows)
+      : gmem_origins_(p.tables.gmem_origins),
+        rank_(static_cast<std::uint32_t>(p.exchange.rank)),
+        sources_(share.sources),
+        worker_(share.worker),
+        workers_(share.workers),
+        rows_(rows) {}
 
   // To the next one; false: there is none.
   __device__ bool advance() {
@@ -54,7 +96,9 @@ class FirstRows {
       std::int64_t const row = begin_ + std::int64_t{arch::lane_idx()} * workers_;
       own_ = row < rows_ ? __ldg(reinterpret_cast<uint4 const*>(gmem_origins_ + row))
                          : make_uint4(0, 0, 0, 0);  // RowOrigin
-      left_ = __ballot_sync(arch::kAllLanes, own_.w != 0);
+      bool const wanted =
+          sources_ == Sources::all || (own_.y == rank_) == (sources_ == Sources::own);
+      left_ = __ballot_sync(arch::kAllLanes, own_.w != 0 && wanted);
     }
     int const lane = __ffs(static_cast<int>(left_)) - 1;
     left_ &= left_ - 1;
@@ -79,6 +123,8 @@ class FirstRows {
 
  private:
   RowOrigin const* gmem_origins_;
+  std::uint32_t rank_;
+  Sources sources_;
   std::int64_t worker_, workers_, rows_;
   std::int64_t begin_ = 0, read_ = 0, row_ = 0;
   uint4 own_ = {};
@@ -90,17 +136,16 @@ class FirstRows {
 // Pulls all rows of a warp, first those of x, then those of second_x.
 class Pull {
  public:
-  __device__ Pull(DispatchArguments const& p, Ring& ring, int worker, int workers, int rows)
+  __device__ Pull(DispatchArguments const& p, Ring& ring, Share const& share, int rows)
       : p_(p),
         ring_(ring),
-        worker_(worker),
-        workers_(workers),
+        share_(share),
         rows_(rows),
         row_bytes_(2 * p.exchange.shape.hidden),
         chunks_of_row_((row_bytes_ + kChunkBytes - 1) / kChunkBytes) {}
 
   __device__ void all(bool is_second, char* gmem_rows) {
-    FirstRows loads(p_.tables.gmem_origins, worker_, workers_, rows_);
+    FirstRows loads(p_, share_, rows_);
     FirstRows stores = loads;
     int in_row = chunks_of_row_;
     char const* from = nullptr;
@@ -117,7 +162,7 @@ class Pull {
     for (int i = 0; i < kChunks; ++i) load();
     bool is_chunk_before = false;
     while (stores.advance()) {
-      std::int64_t const row = stores.row_of_lane();
+      std::int64_t const row = place_of_lane(stores);
       char* const to = gmem_rows + row * row_bytes_;
       for (int c = 0; c < chunks_of_row_; ++c) {
         int const slot = stored_ % kChunks;
@@ -150,6 +195,11 @@ class Pull {
         is_second ? exchange.window.second_x_row(token) : exchange.window.x_row(token);
     return peer_of(exchange, rows.source()).load_if_local<OtherWay::kSent>(row);
   }
+  // Returns the row that this lane stores the token to, -1 where there is none.
+  [[nodiscard]] __device__ std::int64_t place_of_lane(FirstRows const& rows) const {
+    if (!p_.gathered) return rows.row_of_lane();
+    return arch::lane_idx() == 0 ? p_.exchange.gathered_row(rows.source(), rows.pair()) : -1;
+  }
   __device__ void load_chunk(char const* from, int chunk) {
     int const slot = loaded_ % kChunks;
     arch::mbarrier_arrive_expect_tx(&ring_.full[slot], bytes_of(chunk));
@@ -159,9 +209,34 @@ class Pull {
 
   DispatchArguments const& p_;
   Ring& ring_;
-  int worker_, workers_, rows_, row_bytes_, chunks_of_row_;
+  Share share_;
+  int rows_, row_bytes_, chunks_of_row_;
   int loaded_ = 0, stored_ = 0;
 };
+
+// The tables of a layer of these rows, for its backward pass. thread of threads: those of the whole grid.
+__device__ void write_routing(DispatchArguments const& p, std::int64_t thread, std::int64_t threads,
+                              int rows) {
+  RoutingView const& routing = p.routing;
+  if (routing.expert_offsets == nullptr) return;
+  for (std::int64_t i = thread; i <= p.exchange.local_experts; i += threads) {
+    routing.expert_offsets[i] = min(p.tables.gmem_expert_offsets[i], rows);
+  }
+  for (std::int64_t i = thread; i < p.capacity; i += threads) {
+    bool const exists = i < rows;
+    auto const row = static_cast<std::int32_t>(i);
+    std::int32_t place = row;
+    if (exists && p.gathered) {
+      RowOrigin const& from = p.tables.gmem_origins[i];
+      place = p.exchange.gathered_row(static_cast<std::uint32_t>(from.source),
+                                      static_cast<std::uint32_t>(from.pair));
+    }
+    routing.sort_permutation[i] = exists ? row : -1;
+    routing.gather_index[i] = exists ? place : 0;
+    routing.inverse_permutation[i] = exists ? row : -1;
+    routing.scores[i] = exists ? p.tables.gmem_scores[i] : 0.0f;
+  }
+}
 
 // Writes what takes no bulk copies. thread of threads: those of the whole grid.
 __device__ void write_tables(DispatchArguments const& p, std::int64_t thread, std::int64_t threads,
@@ -193,10 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int const lane = thread % arch::kWarpThreads;
   bool const begins = p.gmem_rows != nullptr;  // else the rest of a pass that has begun
   if (blockIdx.x == 0 && thread == 0) {
-    say_staged(exchange,
-               begins ? exchange.window.staged_word(exchange.rank)
-                      : exchange.window.second_staged_word(exchange.rank),
-               epoch);
+    say_staged(p, epoch);
   }
   if (lane == 0) {
     for (arch::Mbarrier& full : smem.ring[warp].full) arch::mbarrier_init(&full, 1);
@@ -208,18 +280,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   int const all_rows = p.tables.gmem_expert_offsets[exchange.local_experts];
   int const rows = static_cast<int>(min(std::int64_t{all_rows}, p.capacity));
-  int const worker = static_cast<int>(blockIdx.x) * kWarps + warp;
-  int const workers = static_cast<int>(gridDim.x) * kWarps;
   if (begins) {
-    write_tables(p, std::int64_t{blockIdx.x} * kThreads + thread,
-                 std::int64_t{gridDim.x} * kThreads, rows);
+    std::int64_t const first = std::int64_t{blockIdx.x} * kThreads + thread;
+    std::int64_t const threads = std::int64_t{gridDim.x} * kThreads;
+    write_tables(p, first, threads, rows);
+    write_routing(p, first, threads, rows);
   }
   Waiter const waiter(exchange, epoch);
   bool reached = true;
   if (thread < exchange.shape.ranks) {
-    reached =
-        begins ? waiter.for_epoch(exchange.window.staged_word(thread), epoch, Site::staged, thread)
-               : waiter.for_second_rows(thread);
+    reached = await_staged(p, waiter, epoch, thread);
   }
   if (!all_reached(reached)) return;
   if (begins && all_rows > rows && !p.may_overflow && blockIdx.x == 0 && thread == 0) {
@@ -228,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   arch::fence_proxy_async_global();
-  Pull pull(p, smem.ring[warp], worker, workers, rows);
+  Pull pull(p, smem.ring[warp], share_of(p, warp), rows);
   if (begins) pull.all(false, p.gmem_rows);
   if (p.gmem_second_rows != nullptr) pull.all(true, p.gmem_second_rows);
   arch::bulk_store_wait<0>();

@@ -58,8 +58,7 @@ LAYERS = {
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/expert_parallel": [
         "include/tessera", "src/core", "src/expert_parallel/plan", "src/expert_parallel/transport",
-        "src/expert_parallel/fused/forward.hpp", "src/expert_parallel/hosts", "src/cuda/host/aggregate.hpp",
-        "src/cuda/host/error_text.hpp",
+        "src/expert_parallel/fused/forward.hpp", "src/expert_parallel/hosts", "src/cuda/host/error_text.hpp",
     ],
     "src/expert_parallel/hosts": [
         "include/tessera", "src/core", "src/expert_parallel/transport", "src/cuda/arch",

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "expert_parallel/session.hpp"
 
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -10,7 +9,6 @@
 #include <thread>
 
 #include "core/workspace.hpp"
-#include "cuda/host/aggregate.hpp"
 #include "cuda/host/error_text.hpp"
 #include "expert_parallel/fused/forward.hpp"
 
@@ -335,9 +333,7 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
-  ExchangeShape const& s = config_.shape;
-  WindowLayout const window(s);
-  Regions const regions(s, config_.sm_count);
+  Regions const regions(config_.shape, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
   ExchangeArguments const exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
   TESSERA_TRY(check(
@@ -345,30 +341,15 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
                       .tables = row_tables(tensors.tables),
                       .capacity = tensors.tables.capacity,
                       .gmem_rows = static_cast<char const*>(tensors.gmem_rows),
-                      .gmem_dscores = tensors.gmem_row_dscores},
+                      .gmem_dscores = tensors.gmem_row_dscores,
+                      .results = {.gmem_slot_of_pair = regions.slot_of_pair.in(base),
+                                  .gmem_scores = tensors.gmem_topk_weights,
+                                  .gmem_o = static_cast<char*>(tensors.gmem_o),
+                                  .gmem_pair_dscores = tensors.gmem_dscores}},
                      sms_of(tensors.sms, config_), native, static_cast<cudaEvent_t>(tensors.begun)),
       "launch of combine"));
   stage_ = Stage::none;
-  char* const own = own_window(config_);
-  std::int32_t const* const slot_of_pair = regions.slot_of_pair.in(base);
-  if (tensors.gmem_dscores != nullptr) {
-    TESSERA_TRY(check(launch_take_dscores(reinterpret_cast<float const*>(own + window.dscores),
-                                          slot_of_pair, std::int64_t{tensors.tokens} * s.max_top_k,
-                                          tensors.gmem_dscores, native),
-                      "launch of take_dscores"));
-  }
-  return check(cuda::launch_aggregate<__nv_bfloat16>({.gmem_y = own + window.slots,
-                                                      .gmem_scores = tensors.gmem_topk_weights,
-                                                      .gmem_inverse_permutation = slot_of_pair,
-                                                      .gmem_token_offsets = nullptr,
-                                                      .gmem_o = tensors.gmem_o,
-                                                      .o_pitch = s.hidden,
-                                                      .adds_to_o = false,
-                                                      .tokens = tensors.tokens,
-                                                      .hidden = s.hidden,
-                                                      .top_k = s.max_top_k},
-                                                     native),
-               "launch of aggregate");
+  return {};
 }
 
 Status Session::fault() const noexcept { return fault_status(host_->fault, config_.time_limit); }

@@ -91,6 +91,11 @@ TEST(UnfusedExchange, BringsAndReturnsEveryRow) {
   }
 }
 
+// More choices than a warp adds up at once, and more columns.
+TEST(UnfusedExchange, ManyChoicesOfWideRows) {
+  expect_right(shape(2, 3, 784, 22, 11, Transfer::once), 2);
+}
+
 // Of 2048 bytes, of 16 more, and of as many chunks as a ring has.
 TEST(UnfusedExchange, RowsOfSeveralChunks) {
   for (std::int32_t const hidden : {1024, 1032, 4104}) {

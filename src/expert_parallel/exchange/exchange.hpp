@@ -3,7 +3,7 @@
 //   route      sends lists and counts to the owners (route_scan, counted, publish), plans, makes tables of the own rows
 //   dispatch   says that this rank's rows lie in its window [staged]; pulls the rows that the tables name; may be
 //              called once more, for second_x alone, by ranks that choose to
-//   combine    pushes rows to unique slots on their sources; ack says that all rows of a rank came back
+//   combine    pushes rows to unique slots on their sources; ack says that all rows of a rank came back; adds up slots
 // A pass is all three, or dispatch and combine with tables of an earlier pass.
 // Rows have no pads between them: row r is row r of the plan, and expert_offsets are those of a GEMM.
 // This header is the host side: arguments, which are the kernels' parameters too, and launchers.
@@ -99,12 +99,22 @@ struct DispatchArguments {
   RoutingView routing = {};
 };
 
+/// Says what is made of the slots of a rank's tokens once all rows are back.
+struct SlotResults {
+  std::int32_t const* gmem_slot_of_pair = nullptr;  // [tokens*max_top_k]: the pair, or -1
+  float const* gmem_scores = nullptr;               // [tokens,max_top_k]; null: all 1
+  char* gmem_o = nullptr;  // out [tokens,d] bf16: fp32 sums over choices, rounded once
+  float* gmem_pair_dscores =
+      nullptr;  // out [tokens*max_top_k], with dscores: 0 where the slot is -1
+};
+
 struct CombineArguments {
   ExchangeArguments exchange;  // without gmem_topk_ids, gmem_scores and gmem_pool
   RowTables tables;            // gmem_scores unused
   std::int64_t capacity;
   char const* gmem_rows;      // [capacity,d] bf16
   float const* gmem_dscores;  // [capacity], to dscores of the windows; or null
+  SlotResults results = {};   // without gmem_o the caller adds up the slots
 };
 
 /// sm_count is the number of CTAs. Those of route wait for each other, so all must be resident: its launch is
@@ -113,11 +123,8 @@ cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t 
 /// begun: null, or an event without timing that is recorded when all CTAs have an SM.
 cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
                             cudaEvent_t begun = nullptr);
-/// When it ends, all rows of this rank's tokens lie in its slots.
+/// When it ends, all rows of this rank's tokens lie in its slots, and what `results` asks for is there.
 cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
                            cudaEvent_t begun = nullptr);
-/// dscores [pairs] from the window, 0 where slot_of_pair is -1.
-cudaError_t launch_take_dscores(float const* gmem_window, std::int32_t const* gmem_slot_of_pair,
-                                std::int64_t pairs, float* gmem_dscores, cudaStream_t stream);
 
 }  // namespace tessera::expert_parallel

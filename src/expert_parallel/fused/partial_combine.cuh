@@ -13,8 +13,8 @@
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
+#include "expert_parallel/exchange/weighted_sum.cuh"
 #include "expert_parallel/fused/pull_rows.cuh"
-#include "expert_parallel/fused/weighted_sum.cuh"
 
 namespace tessera::expert_parallel {
 

@@ -11,8 +11,8 @@
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/tma.cuh"
+#include "expert_parallel/exchange/weighted_sum.cuh"
 #include "expert_parallel/fused/forward_pass.cuh"
-#include "expert_parallel/fused/weighted_sum.cuh"
 
 namespace tessera::expert_parallel {
 

@@ -169,6 +169,7 @@ class Rank {
         offsets_(s.local_experts() + 1),
         origins_(s.max_rows()),
         row_scores_(s.max_rows()),
+        routing_(s.local_experts() + 1 + 4 * s.max_rows()),
         pool_(s.pool_rows() * s.hidden),
         a_(s.pool_rows() * s.intermediate),
         y_(s.max_rows() * s.hidden),
@@ -352,9 +353,9 @@ class Rank {
         sm_count_, native()));
   }
 
-  // `mark(part)` after each of the parts.
+  // `mark(part)` after each of the parts. gathered: tokens come once, up gathers their rows, and combine adds up slots.
   template <typename Mark>
-  void launch_chain(Mark mark) {
+  void launch_chain(Mark mark, bool gathered = false) {
     ExchangeArguments const p = exchange();
     expert_parallel::RowTables const tables = {offsets_.get(), origins_.get(), row_scores_.get()};
     TESSERA_CUDA(expert_parallel::launch_route(
@@ -367,10 +368,12 @@ class Rank {
                                           .may_overflow = false,
                                           .gmem_rows = reinterpret_cast<char*>(pool_.get()),
                                           .gmem_second_rows = nullptr,
-                                          .gmem_slot_of_pair = slot_of_pair_.get()},
+                                          .gmem_slot_of_pair = slot_of_pair_.get(),
+                                          .gathered = gathered,
+                                          .routing = gathered ? routing() : RoutingView{}},
                                          sm_count_, native()));
     mark(kDispatch);
-    launch_up();
+    launch_up(gathered);
     mark(kUp);
     launch_down();
     mark(kDown);
@@ -379,9 +382,13 @@ class Rank {
                                          .tables = tables,
                                          .capacity = shape_.max_rows(),
                                          .gmem_rows = reinterpret_cast<char const*>(y_.get()),
-                                         .gmem_dscores = nullptr},
+                                         .gmem_dscores = nullptr,
+                                         .results = {.gmem_slot_of_pair = slot_of_pair_.get(),
+                                                     .gmem_scores = scores_.get(),
+                                                     .gmem_o = gathered ? gmem_o() : nullptr}},
                                         sm_count_, native()));
     mark(kCombine);
+    if (gathered) return;
     cuda::AggregateArguments aggregate = {};
     aggregate.gmem_y = window_ + window_layout_.slots;
     aggregate.gmem_scores = scores_.get();
@@ -396,13 +403,14 @@ class Rank {
   }
 
   // The GEMMs on the rows of the last dispatch.
-  void launch_up() {
+  void launch_up(bool gathered = false) {
     ExchangeShape const& s = shape_;
     int64_t const d = s.hidden;
     int64_t const n = s.intermediate;
     int64_t const first = int64_t{rank_} * s.local_experts();
     cuda::UpProjectionFwdArguments up = {};
     up.x = {.gmem = pool_.get(), .rows = s.max_rows(), .pitch = d};
+    if (gathered) up.gmem_gather_index = routing().gather_index;
     up.gmem_expert_offsets = offsets_.get();
     for (int half = 0; half < halves(); ++half) {
       up.w_up[half] = {.gmem = w_up_.get() + (halves() * first + half) * n * d,
@@ -502,6 +510,18 @@ class Rank {
     return buffer;
   }
   int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
+  // Of a layer of all rows that there may be.
+  RoutingView routing() const {
+    int64_t const rows = shape_.max_rows();
+    RoutingView view;
+    view.expert_offsets = routing_.get();
+    view.sort_permutation = view.expert_offsets + shape_.local_experts() + 1;
+    view.gather_index = view.sort_permutation + rows;
+    view.inverse_permutation = view.gather_index + rows;
+    view.scores = reinterpret_cast<float*>(view.inverse_permutation + rows);
+    return view;
+  }
+  char* gmem_o() const { return reinterpret_cast<char*>(o_.get()); }
   int64_t x_pitch() const { return shape_.hidden + 8; }  // of the caller's x
   bf16* x() const { return reinterpret_cast<bf16*>(window_ + window_layout_.x); }
 
@@ -522,6 +542,7 @@ class Rank {
   DeviceBuffer<int32_t> offsets_;
   DeviceBuffer<expert_parallel::RowOrigin> origins_;
   DeviceBuffer<float> row_scores_;
+  DeviceBuffer<int32_t> routing_;
   DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, b_up_, b_down_, o_, callers_x_, wanted_,
       wanted_of_owners_;
   DeviceBuffer<int32_t> tile_counters_;

@@ -58,6 +58,7 @@ def barrier() -> None:
 def captured(step) -> tuple:
     """(graph, its results)."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # passes of a layer are in the order of one stream
     with torch.cuda.stream(side):
         for _ in range(3):
             step()

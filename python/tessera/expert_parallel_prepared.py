@@ -26,9 +26,9 @@ WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
 def gathers_tokens(session, rows: int) -> bool:
     """Whether a backward pass with memory for that many rows brings tokens, each once, whose rows its GEMMs gather:
-    where they take no more memory than rows would, which is where ranks are few. Bits are the same. Each rank decides
-    by itself."""
-    return session.desc.ranks * session.desc.max_tokens <= rows
+    where they take at most half of the memory of rows, which is where ranks are few and tokens have several rows. With
+    as many rows as tokens it is slower. Bits are the same. Each rank decides by itself."""
+    return 2 * session.desc.ranks * session.desc.max_tokens <= rows
 
 
 def _aligned(size: int) -> int:

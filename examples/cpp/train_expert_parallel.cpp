@@ -83,8 +83,9 @@ void run_backward(ExpertParallel& session, Context const& context, MoeDesc const
                             .topk_ids = ids,
                             .tables = saved.tables,
                             .rows = b.d_o_rows,
-                            .second_rows = b.x_rows}));
-  require(routing_of_tables(context, rows_desc, saved.tables, b.routing));
+                            .second_rows = b.x_rows,
+                            .gathered = rows_desc.shape.variable_experts,
+                            .routing = b.routing}));
   require(moe_backward(context, rows_desc,
                        {.d_o = b.d_o_rows,
                         .x = b.x_rows,
@@ -207,8 +208,17 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   ExpertWeights const weights = {
       .w_up = part(all_weights.w_up, first_expert, {kOwnExperts, 2 * kIntermediate, kHidden}),
       .w_down = part(all_weights.w_down, first_expert, {kOwnExperts, kHidden, kIntermediate})};
-  // The rows of this rank's experts as a layer of its own: a row is a token with one expert.
-  MoeDesc const rows_desc = {.shape = {rows, kHidden, kIntermediate, kOwnExperts, 1},
+  // The rows of this rank's experts as a layer of its own: a row is a token with one expert, or, where tokens of all
+  // ranks take half of the memory of rows, gathers one of these, which come once then.
+  bool const gathered = 2 * all_tokens <= rows;
+  std::int64_t const places = gathered ? all_tokens : rows;
+  MoeDesc const rows_desc = {.shape = {.tokens = places,
+                                       .hidden = kHidden,
+                                       .intermediate = kIntermediate,
+                                       .experts = kOwnExperts,
+                                       .top_k = 1,
+                                       .slots = gathered ? rows : 0,
+                                       .variable_experts = gathered},
                              .dtype = DType::bf16,
                              .grouping = RowGrouping::offsets};
   Saved const saved = {.tables = {.expert_offsets = gpu.make(DType::int32, {kOwnExperts + 1}),
@@ -221,8 +231,8 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
       .dscores = gpu.make(DType::fp32, {tokens, kTopK}),
       .gradients = {.dw_up = gpu.make(DType::fp32, {kOwnExperts, 2 * kIntermediate, kHidden}),
                     .dw_down = gpu.make(DType::fp32, {kOwnExperts, kHidden, kIntermediate})},
-      .x_rows = gpu.make(DType::bf16, {rows, kHidden}),
-      .d_o_rows = gpu.make(DType::bf16, {rows, kHidden}),
+      .x_rows = gpu.make(DType::bf16, {places, kHidden}),
+      .d_o_rows = gpu.make(DType::bf16, {places, kHidden}),
       .dx_rows = gpu.make(DType::bf16, {rows, kHidden}),
       .row_dscores = gpu.make(DType::fp32, {rows}),
       .routing = gpu.bytes(value_of(routing_bytes(rows_desc))),

@@ -48,14 +48,16 @@ class SpreadMoE(tessera.MoE):
         rows = x.reshape(-1, x.shape[-1])
         ids, scores, logits = tessera.route(rows, self.w_router, top_k=self.top_k, router=self.router)
         o = self.spread(rows, ids, scores, self.w_up, self.w_down).view(x.shape)
-        counts = torch.bincount(ids.flatten(), minlength=logits.shape[1]).int()
+        # bincount would have the host wait for the largest id.
+        counts = torch.zeros(logits.shape[1], dtype=torch.int32, device=ids.device)
+        counts.scatter_add_(0, ids.flatten().long(), torch.ones_like(counts[:1]).expand(ids.numel()))
         router = tessera.RouterOutput(logits, ids, scores.detach(), counts, counts, None)
         return (o, router) if return_router else o
 
 
 def shard_the_rest(model: nn.Module, mesh) -> tuple[list, list]:
     """Puts all but the experts under FSDP2: (parameters of experts, all others). They are plain tensors and DTensors:
-    give them to the optimizer in two groups, as one step of it takes one kind.
+    give them to optimizers of their own, as one step takes one kind.
 
     It is one unit, gathered before the first block and reduced behind the last: block by block FSDP would gather beside
     a pass over GPUs, which takes all SMs and waits for the other ranks, as the gathering does."""
@@ -107,16 +109,16 @@ def train(text: bytes, *, spread: bool, steps: int, device: torch.device, accumu
     experts, others = [], list(model.parameters())
     if spread:
         experts, others = shard_the_rest(model, init_device_mesh(device.type, (ranks,)))
-    groups = [{"params": params} for params in (experts, others) if params]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizers = [torch.optim.AdamW(params, betas=(0.9, 0.95)) for params in (others, experts) if params]
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     source = train_transformer.batches(data, context, batch, torch.Generator().manual_seed(0))
     losses, pace = [], train_transformer.Pace(device)
     for step in range(1, steps + 1):
         rate = train_transformer.learning_rate(step, steps, sizes["hidden"])
-        train_transformer.set_learning_rate(optimizer, rate)
         tokens, targets = (t.chunk(parts) for t in next(source))
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            train_transformer.set_learning_rate(optimizer, rate)
+            optimizer.zero_grad()
         mean = torch.zeros((), device=device)
         passes = range(rank * accumulate, (rank + 1) * accumulate) if spread else range(1)
         for part in passes:
@@ -133,7 +135,10 @@ def train(text: bytes, *, spread: bool, steps: int, device: torch.device, accumu
             dist.all_reduce(mean)
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            if spread and optimizer is optimizers[0] and step < steps:
+                model.unshard(async_op=True)  # beside the step of the experts
         losses.append(mean / ranks)
         pace.mark()
         if rank == 0 and step % max(steps // 5, 1) == 0:

@@ -110,6 +110,29 @@ TEST(QuantisedPlans, ShareTheMemoryOfWhatIsDead) {
   };
   EXPECT_NEAR(mib(Pass::forward), 1414, 4);
   EXPECT_NEAR(mib(Pass::backward), 2700, 8);  // and ds_partials
+  desc.weight_codes =
+      true;  // no codes of w_down in forward; dO8 alone of what backward makes codes of
+  EXPECT_NEAR(mib(Pass::forward), 1222, 4);
+  EXPECT_NEAR(mib(Pass::backward), 2382, 8);
+}
+
+// With codes that are handed in backward has the scales of the transposes alone, beside d_o8 and the dx rows.
+TEST(QuantisedPlans, TurnedScalesLieApart) {
+  MoeDesc desc = quantised_desc(256, SavePolicy::x);
+  desc.weight_codes = true;
+  std::int64_t const t = 301, d = 512, n = 256, e = 6, p = 602, p4 = 604;
+  BackwardPlan const b = plan_backward(desc, Pass::backward);
+  std::vector<Place> places = {place_of("counters", b.counters, kNumTileCounters),
+                               place_of("x", b.x, t * d), place_of("dh", b.dh, p * 2 * n)};
+  add_codes(places, "h8", b.h8, p, 2 * n, p4 * 2 * n / 128);
+  std::vector<Place> down = places;
+  add_codes(down, "d_o8", b.d_o8, t, d, t * d / 128);
+  down.push_back(place_of("w_down_t scales", b.w_down_t.scales, e * n * d / (128 * 128)));
+  down.push_back(place_of("a_scaled", b.a_or_dx, p * n));
+  expect_apart(down, b.bytes, "down_projection_dgrad");
+  places.push_back(place_of("w_up_t scales", b.w_up_t.scales, e * 2 * n * d / (128 * 128)));
+  places.push_back(place_of("dx rows", b.a_or_dx, p * d));
+  expect_apart(places, b.bytes, "up_projection_dgrad");
 }
 
 }  // namespace

@@ -7,4 +7,9 @@ cudaError_t launch_router_dlogits(RouterGradientArguments const& args, cudaStrea
   return launch_router_dlogits_config<RouterDlogitsConfig>(args, stream);
 }
 
+cudaError_t launch_router_dlogits_rounded(RoundedGradientArguments const& args,
+                                          cudaStream_t stream) {
+  return launch_router_dlogits_rounded_config<RouterDlogitsRoundedConfig>(args, stream);
+}
+
 }  // namespace tessera::cuda

@@ -450,16 +450,15 @@ class Backward {
 
   /// Experts that rounding dropped or added have terms of their own.
   void add_rounded_dlogits() noexcept {
-    add_dscores();
-    sequence_.add("router_dlogits", [&](cudaStream_t stream) {
-      return launch_router_dlogits_rounded_plain(
-          {.dlogits = dlogits(routing_.topk_ids, gmem_dscores_),
-           .gmem_unrounded_ids = routing_.unrounded_ids,
-           .gmem_member_scores = plan_.member_scores.in(base_),
-           .gmem_member_dscores = plan_.member_dscores.in(base_),
-           .gmem_added_ids = plan_.added_ids.in(base_)},
-          stream);
-    });
+    sequence_.select(
+        "router_dlogits",
+        RoundedGradientArguments{.dscores = dscores(),
+                                 .rounded = {.dlogits = dlogits(routing_.topk_ids, gmem_dscores_),
+                                             .gmem_unrounded_ids = routing_.unrounded_ids,
+                                             .gmem_member_scores = plan_.member_scores.in(base_),
+                                             .gmem_member_dscores = plan_.member_dscores.in(base_),
+                                             .gmem_added_ids = plan_.added_ids.in(base_)},
+                                 .starts_early = follows_down_wgrad_});
   }
 
   MoeDesc const& desc_;

@@ -183,8 +183,12 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, Asked
 /// Refuses calls that the fast router_dlogits does not serve.
 Refusal refuse_dlogits(MoeDesc const& desc, RouterGradientArguments const& args) {
   if (desc.router.replay) return {"replayed ids may repeat within a token"};
-  if (splits_rounded(desc))
-    return {"experts that rounding dropped or added have terms of their own"};
+  if (splits_rounded(desc)) {
+    RoundedGradientArguments rounded{};
+    rounded.dscores = args.dscores;
+    rounded.rounded.dlogits = args.dlogits;
+    return refuse(rounded);
+  }
   return refuse(args);
 }
 

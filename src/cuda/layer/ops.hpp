@@ -13,6 +13,7 @@
 #include "cuda/host/projection_sm100.hpp"
 #include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
+#include "cuda/host/router_dlogits_rounded.hpp"
 #include "cuda/host/router_loss.hpp"
 #include "cuda/host/split_fp32.hpp"
 
@@ -106,6 +107,14 @@ inline constexpr Op<RouterGradientArguments> kOp<RouterGradientArguments>{
     .plain = [](RouterGradientArguments const& args, cudaStream_t stream) {
       cudaError_t const error = launch_dscores_plain(args.dscores, stream);
       return error == cudaSuccess ? launch_router_dlogits_plain(args.dlogits, stream) : error;
+    }};
+template <>
+inline constexpr Op<RoundedGradientArguments> kOp<RoundedGradientArguments>{
+    .fast = kOfAnySms<launch_router_dlogits_rounded>,
+    .plain = [](RoundedGradientArguments const& args, cudaStream_t stream) {
+      cudaError_t const error = launch_dscores_plain(args.dscores, stream);
+      return error == cudaSuccess ? launch_router_dlogits_rounded_plain(args.rounded, stream)
+                                  : error;
     }};
 template <>
 inline constexpr Op<RouterDgradArguments> kOp<RouterDgradArguments>{

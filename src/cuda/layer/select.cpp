@@ -95,6 +95,16 @@ class Requirements {
     at_most("tokens * d / 8", source.rows * (source.pitch / 8), std::int64_t{0xffffffff});
     base(name, source.gmem);
   }
+  void router_gradient(DscoresArguments const& dscores, RouterDlogitsArguments const& dlogits) {
+    at_most("experts", dlogits.experts, kMaxExperts);
+    at_most("top_k", dlogits.top_k, kMaxTopK);
+    if (!dlogits.dlogits_are_scratch) base("dlogits", dlogits.gmem_dlogits);
+    if (dscores.b_down.gmem == nullptr) return;
+    multiple_of_8("d", dscores.hidden);
+    multiple_of_8("pitch of d_o", dscores.d_o.pitch);
+    base("d_o", dscores.d_o.gmem);
+    vector("b_down", dscores.b_down);
+  }
   [[nodiscard]] bool ok() const { return !r_.refused(); }
   [[nodiscard]] Refusal result() const { return r_; }
 
@@ -195,18 +205,15 @@ Refusal refuse(UpProjectionWgradArguments const& args) noexcept {
 }
 Refusal refuse(RouterGradientArguments const& args) noexcept {
   Requirements need;
-  need.at_most("experts", args.dlogits.experts, kMaxExperts);
-  need.at_most("top_k", args.dlogits.top_k, kMaxTopK);
+  need.router_gradient(args.dscores, args.dlogits);
   if (need.ok() && args.dlogits.gmem_token_offsets != nullptr) {
     return refusal("%s", "experts per token vary");
   }
-  if (!args.dlogits.dlogits_are_scratch) need.base("dlogits", args.dlogits.gmem_dlogits);
-  if (args.dscores.b_down.gmem != nullptr) {
-    need.multiple_of_8("d", args.dscores.hidden);
-    need.multiple_of_8("pitch of d_o", args.dscores.d_o.pitch);
-    need.base("d_o", args.dscores.d_o.gmem);
-    need.vector("b_down", args.dscores.b_down);
-  }
+  return need.result();
+}
+Refusal refuse(RoundedGradientArguments const& args) noexcept {
+  Requirements need;
+  need.router_gradient(args.dscores, args.rounded.dlogits);
   return need.result();
 }
 Refusal refuse(RouterDgradArguments const& args) noexcept {

@@ -24,6 +24,7 @@ Refusal refuse(UpProjectionDgradArguments const& args) noexcept;
 Refusal refuse(DownProjectionWgradArguments const& args) noexcept;
 Refusal refuse(UpProjectionWgradArguments const& args) noexcept;
 Refusal refuse(RouterGradientArguments const& args) noexcept;
+Refusal refuse(RoundedGradientArguments const& args) noexcept;
 Refusal refuse(RouterDgradArguments const& args) noexcept;
 Refusal refuse(RouterWgradArguments const& args) noexcept;
 Refusal refuse(RouterLossArguments const& args) noexcept;

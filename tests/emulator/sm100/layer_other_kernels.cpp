@@ -14,6 +14,7 @@
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
+#include "cuda/host/router_dlogits_rounded.hpp"
 #include "cuda/host/split_fp32.hpp"
 #include "cuda/host/token_mask.hpp"
 #include "cuda/layer/routing_tables.hpp"
@@ -71,6 +72,7 @@ NEVER(launch_route_plain, RouteArguments)
 NEVER(launch_router_dgrad_plain, RouterDgradArguments)
 NEVER(launch_router_dlogits, RouterGradientArguments)
 NEVER(launch_router_dlogits_plain, RouterDlogitsArguments)
+NEVER(launch_router_dlogits_rounded, RoundedGradientArguments)
 NEVER(launch_router_dlogits_rounded_plain, RoundedDlogitsArguments)
 NEVER(launch_router_logits_gemv, RouterLogitsArguments)
 NEVER(launch_router_logits_plain, RouterLogitsArguments)

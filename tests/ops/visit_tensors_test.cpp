@@ -207,7 +207,7 @@ TEST_F(VisitTensors, WhatRoutersListAsWrittenIsWrittenAndNothingElse) {
 
 // Every member of the arguments is listed, with its own name, so that none is passed without a check.
 TEST_F(VisitTensors, ForwardListsEveryMemberOnce) {
-  std::multiset<std::string> const wanted = {
+  std::multiset<std::string> wanted = {
       "x",          "topk_ids",      "topk_weights",   "token_offsets",
       "w_router",   "b_router",      "selection_bias", "expert_offsets",
       "row_scores", "w_up",          "w_gate",         "w_down",
@@ -215,6 +215,10 @@ TEST_F(VisitTensors, ForwardListsEveryMemberOnce) {
       "logits",     "expert_counts", "topk_counts",    "h",
       "token_mask", "routing",       "workspace",      "x8",
       "x_scale",    "h_scale"};
+  for (char const* part :
+       {"up", "up_scales", "down", "down_scales", "up_transposed", "down_transposed"}) {
+    wanted.insert(std::string("weight_codes.") + part);
+  }
   for (MoeDesc const& given : descs()) {
     Layer layer(context, given);
     fit(layer);

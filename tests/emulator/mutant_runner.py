@@ -12,11 +12,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 SUITE = pathlib.Path(sys.argv[0]).resolve().parent
+
+# What every test includes, compiled once for all mutants.
+HEADERS = "algorithm array cmath cstdint cstring functional random string vector gtest/gtest.h".split()
 
 # Against mutants that never end, and nothing else: a mutant takes up to five minutes where twenty other programs run.
 LIMIT_S = 3000
@@ -43,6 +47,25 @@ def mutate(tree, scratch, mutant):
     return copy
 
 
+def options(level):
+    return ["-std=c++20", level, "-w", "-Wno-psabi", "-fno-strict-aliasing", "-ffp-contract=off"]
+
+
+def precompiled(args, level):
+    """Options that include the headers of tests as compiled once at `level`; none for a few mutants, which do not pay
+    for that."""
+    if args.quick:
+        return []
+    header = pathlib.Path(args.headers) / level / "tests.hpp"
+    with args.lock:
+        if not header.exists():
+            header.parent.mkdir()
+            header.write_text("".join(f"#include <{name}>\n" for name in HEADERS), encoding="utf-8")
+            subprocess.run([args.compiler, *options(level), "-x", "c++-header", str(header), "-o", f"{header}.gch"],
+                           check=True)
+    return ["-include", str(header)]  # the compiler takes the .gch beside it
+
+
 def outcome(args, mutant, source, tests, level="-O1"):
     """The mutant's name, whether the test said what it should, what it said, and the seconds that it took.
 
@@ -57,8 +80,7 @@ def outcome(args, mutant, source, tests, level="-O1"):
         objects = [o for o in args.objects.split(",") if source not in o]
         path = tree / source if (tree / source).exists() else SUITE / source
         folders = (tree, HERE / "include", ROOT, ROOT / "src", ROOT / "include")
-        subprocess.run([args.compiler, "-std=c++20", level, "-w", "-Wno-psabi", "-fno-strict-aliasing",
-                        "-ffp-contract=off",
+        subprocess.run([args.compiler, *options(level), *precompiled(args, level),
                         *(f"-I{folder}" for folder in folders), "-x", "c++", str(path), "-x", "none", *objects,
                         *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)
         try:
@@ -82,7 +104,9 @@ def main(mutants, quick, run):
     if args.quick and len(chosen) != len(quick):
         sys.exit("a mutant of --quick is not there")
     missed = 0
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    args.lock = threading.Lock()
+    with (tempfile.TemporaryDirectory() as args.headers,
+          concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool):
         for name, noticed, says, seconds in pool.map(lambda mutant: run(args, mutant), chosen):
             print(f"{'noticed ' if noticed else 'MISSED  '} {seconds:4.0f} s  {name}", flush=True)
             if not noticed:

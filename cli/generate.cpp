@@ -13,7 +13,7 @@
 namespace tessera::cli {
 namespace {
 
-struct Flags {
+struct GenerateFlags {
   std::string checkpoint;
   std::string prompt = "\n";
   lm::SamplingOptions sampling;
@@ -21,7 +21,7 @@ struct Flags {
   bool json = false;
 };
 
-int generate(Flags const& flags) {
+int generate(GenerateFlags const& flags) {
   if (flags.prompt.empty()) {
     throw CommandError("--prompt is empty: the model continues at least one byte");
   }
@@ -53,7 +53,7 @@ int generate(Flags const& flags) {
 void add_generate(CLI::App& app) {
   CLI::App& command =
       *app.add_subcommand("generate", "Continue a prompt with a trained checkpoint");
-  auto const flags = std::make_shared<Flags>();
+  auto const flags = std::make_shared<GenerateFlags>();
   lm::SamplingOptions& sampling = flags->sampling;
   command
       .add_option("--checkpoint", flags->checkpoint, "folder of config.json and model.safetensors")

@@ -31,7 +31,7 @@ ARCHITECTURES = ("sm_90a", "sm_100a")
 TENSOR_COLUMNS = 512
 FOLDERS = (
     "src/cuda/instances/", "src/cuda/layer/", "src/cuda/plain/", "src/expert_parallel/instances/",
-    "src/expert_parallel/fused/", "src/expert_parallel/unfused/",
+    "src/expert_parallel/fused/", "src/expert_parallel/unfused/", "src/expert_parallel/hosts/",
 )
 
 

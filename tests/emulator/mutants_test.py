@@ -393,7 +393,7 @@ MUTANTS = [
     ("pairs without a row have gradients of scores", "expert_parallel/unfused/combine.cu",
      "gmem_slot_of_pair[pair] < 0 ? 0 :", "gmem_slot_of_pair[pair] < -1 ? 0 :", "dscores differ"),
     ("rows are said to be back when they have left shared memory", "expert_parallel/unfused/copy_rows.cuh",
-     "arch::bulk_store_wait<0>();", "arch::tma_store_wait_read<0>();", "the window"),
+     "arch::bulk_store_wait<0>();", "arch::tma_store_wait_read<0>();", "o differs at"),
     ("chunks are loaded over those that are not stored yet", "expert_parallel/unfused/copy_rows.cuh",
      "arch::bulk_store_wait<1>();", "", "the window"),
 ]

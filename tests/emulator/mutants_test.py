@@ -398,6 +398,23 @@ MUTANTS = [
      "arch::bulk_store_wait<1>();", "", "the window"),
 ]
 
+# Mutants that the first tests of their kernels do not notice, and a test that does, which alone is run.
+LATE = {
+    "both CTAs of a pair load the same half of their rows": "FusedForward.SeveralBlocks*",
+    "the first down of a block says that it is done": "FusedForward.SeveralBlocks*",
+    "a down is left where the next task has no rows of the warp": "FusedForward.SeveralBlocks*",
+    "the halves of h lie on each other": "FusedForward.SavesWhat*",
+    "rows of h lie as those of the pool": "FusedForward.SavesWhat*",
+    "h is saved beyond its capacity": "FusedForward.SavesWhat*",
+    "every warp saves the same rows of the tables": "FusedForward.SavesWhat*",
+    "words of blocks are not renewed": "FusedForward.BlocksThatWereNever*",
+    "a rank that gave up is trusted at the end": "FusedForward.WhatARankThatGaveUp*",
+    "the last rows of y are not stored": "FusedForward.ShapesThatFillNoTile",
+    "pieces of x are loaded over those that are not stored yet": "FusedForward.RowsOfSeveralPieces",
+    "of x the first two batches are copied": "FusedForward.RowsOfSeveralPieces",
+    "unfused passes do not renew words of blocks": "UnfusedExchange.AnyEpoch",
+}
+
 # A few, and the tests that notice them: waits of the fused kernel, banks of its counters, GEMMs, scales,
 # activations, and what unfused kernels pull and push.
 QUICK = {
@@ -421,6 +438,8 @@ def outcome(args, mutant):
         tests = QUICK[name]
         if "Projection" in tests:  # which take longer to compile than to run
             level = "-O0"
+    elif name in LATE:
+        tests = LATE[name]
     elif named := re.search(r"\b[A-Z]\w+\.[A-Z]\w+", notice):
         tests = f"*{named[0]}*"
     return mutant_runner.outcome(args, mutant, source, tests, level)

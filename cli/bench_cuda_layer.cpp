@@ -15,7 +15,6 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kPoison = 0xff;  // bf16: NaN
 constexpr std::int64_t kSampledTokens = 4;
 constexpr std::size_t kMaxScannedBytes = std::size_t{4} << 30;  // in search of poison
 

@@ -16,6 +16,8 @@
 
 namespace tessera::cli {
 
+inline constexpr int kPoison = 0xff;  // in each byte of what a pass has to write; bf16: NaN
+
 class CudaBenchLayer {
  public:
   /// Without `backward` there are no buffers for it.

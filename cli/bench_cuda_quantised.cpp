@@ -14,7 +14,6 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kPoisonOfCodes = 0xff;  // bf16: NaN
 /// The noise in dB that a right result may have at most (docs/numerics.md#a-layer-that-quantises), and one that no
 /// quantised tensor is as free of.
 constexpr double kFloorO = 23, kFloorDx = 22, kFloorWeights = 22.5, kExact = 40;
@@ -118,15 +117,15 @@ std::string CudaBenchLayer::check_quantised() const {
     }
     return {};
   };
-  poison(forward_outputs, kPoisonOfCodes);
-  stream_.fill(forward_.workspace.data, kPoisonOfCodes, forward_.workspace.bytes);
+  poison(forward_outputs, kPoison);
+  stream_.fill(forward_.workspace.data, kPoison, forward_.workspace.bytes);
   forward();
   wait();
   std::string failure = compare(forward_outputs, "");
   auto const trained = sampled(forward_.o);
   if (failure.empty() && has_backward_) {
-    poison(gradients_of(backward_), kPoisonOfCodes);
-    stream_.fill(backward_.workspace.data, kPoisonOfCodes, backward_.workspace.bytes);
+    poison(gradients_of(backward_), kPoison);
+    stream_.fill(backward_.workspace.data, kPoison, backward_.workspace.bytes);
     backward();
     wait();
     failure = compare(gradients_of(backward_), "");
@@ -138,7 +137,7 @@ std::string CudaBenchLayer::check_quantised() const {
     failure = compare(gradients_of(main_grad_), "main-grad, ");
   }
   if (!failure.empty()) return failure;
-  poison(forward_outputs, kPoisonOfCodes);
+  poison(forward_outputs, kPoison);
   forward_inference();
   wait();
   return sampled(forward_.o) == trained ? "" : "inference: o differs from training's";

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/reference/activation.hpp"
+#include "cuda/host/projection.hpp"
 #include "cuda/layer/backend.hpp"
 #include "tests/emulator/memory.hpp"
 #include "tests/emulator/sm100/layer_cuda.hpp"
@@ -329,7 +330,9 @@ TEST(LayerSm100, RandomLayers) {
   std::mt19937 rng(cases.seed);
   auto const draw = [&](unsigned below) { return static_cast<std::int64_t>(rng() % below); };
   for (std::uint32_t i = 0; i < cases.count; ++i) {
-    Sizes sizes{.tokens = 8 + draw(90),
+    constexpr std::int64_t kFewest =
+        tessera::cuda::kGemvTokens + 1;  // fewer take kernels that are not played here
+    Sizes sizes{.tokens = kFewest + draw(90),
                 .hidden = 8 * (1 + draw(25)),
                 .intermediate = 8 * (1 + draw(18)),
                 .experts = 1 + draw(6),

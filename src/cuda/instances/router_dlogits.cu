@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../kernels/router_dlogits.cuh"
+#include "../kernels/router_dlogits_rounded.cuh"
 
 namespace tessera::cuda {
 

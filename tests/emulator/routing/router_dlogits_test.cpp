@@ -5,14 +5,14 @@
 
 #include <cuda_runtime.h>
 
-// Exchanges among neighbours, which the kernel for exact top-k in the same header names too.
+// Exchanges among neighbours, which functions that both kernels of dlogits share name too.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width, TESSERA_EMULATOR_SITE) {
   int const own = static_cast<int>(threadIdx.x % 32);
   return __shfl_sync(mask, value, own / width * width + lane % width, file, line);
 }
 
-#include "cuda/kernels/router_dlogits.cuh"
+#include "cuda/kernels/router_dlogits_rounded.cuh"
 
 #include <algorithm>
 #include <cmath>

@@ -58,17 +58,19 @@ def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel
     ]
 
 
-def backward(routed: bool, broken: str = "", fp32_router: bool = False) -> list[Kernel]:
-    """dx rows take the place of a'. fp32_router: terms of the weights first, those of dlogits behind them."""
+def backward(routed: bool, broken: str = "", fp32_router: bool = False, rounds: bool = False) -> list[Kernel]:
+    """dx rows take the place of a'. fp32_router: terms of the weights first, those of dlogits behind them. rounds: the
+    router rounds tokens, so its part of dx is a GEMM, to whose sums the aggregate adds."""
     wgrad = ["read tables", "await a'", "read a' of first", "write dw_down", "wait", "let", "read a' of last",
              "write dw_down"]
     if broken == "wgrad_lets_at_once":
         wgrad.remove("let")
         wgrad.insert(0, "let")
-    dlogits = ["let", "read partials", "write dlogits", "wait"]
+    dlogits = [*([] if rounds else ["let"]), "read partials", "write dlogits", "wait"]
     if broken == "no_wait_at_end":
         dlogits.remove("wait")
     operand = "terms" if fp32_router else "dlogits"
+    row_term = ["read dlogits", *(["read router terms"] if fp32_router else [])]
     return [
         Kernel("memset", ["clear a'"]),
         *([Kernel("split_weights", ["write router terms"])] if fp32_router else []),
@@ -77,12 +79,13 @@ def backward(routed: bool, broken: str = "", fp32_router: bool = False) -> list[
         Kernel("down_projection_wgrad", wgrad, early=True),
         *([Kernel("router_dlogits", dlogits, early=True)] if routed else []),
         *([Kernel("split_dlogits", ["read dlogits", "write terms"])] if fp32_router else []),
-        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait", "read dlogits",
-                                       *(["read router terms"] if fp32_router else []), "write a' of first",
-                                       "write a' of last"], early=True),
+        *([Kernel("router_dgrad", [f"read {operand}", "write dx"])] if rounds else []),
+        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait", *([] if rounds else row_term),
+                                       "write a' of first", "write a' of last"], early=True),
         Kernel("up_projection_wgrad", ["read tables", "read dh", "read x", "write dw_up", "wait", "let",
                                        "write dw_up"], early=True),
-        Kernel("aggregate_beside", ["let", "read a' of first", "read a' of last", "write dx", "wait"], early=True),
+        Kernel("aggregate_beside", ["let", "read a' of first", "read a' of last", *(["read dx"] if rounds else []),
+                                    "write dx", "wait"], early=True),
         *([Kernel("router_wgrad", [f"read {operand}", "read x", "write dw_router", "wait"], True)] if routed else []),
     ]
 
@@ -157,10 +160,14 @@ def calls(seed: int, *makers) -> list[Kernel]:
     return launches
 
 
-def step(chance, broken_forward: str = "", broken_backward: str = "") -> list[Kernel]:
-    routed = chance.random() < 0.5
+def step(chance, broken_forward: str = "", broken_backward: str = "", rounds: bool | None = None) -> list[Kernel]:
+    """rounds: whether tokens are rounded; where None, in a quarter of the calls with a router."""
+    routed = bool(rounds) or chance.random() < 0.5
     fp32_router = routed and chance.random() < 0.5
-    return [*forward(routed, chance.random() < 0.3, broken_forward), *backward(routed, broken_backward, fp32_router)]
+    if rounds is None:
+        rounds = routed and chance.random() < 0.25
+    return [*forward(routed, chance.random() < 0.3, broken_forward),
+            *backward(routed, broken_backward, fp32_router, rounds)]
 
 
 class LaunchModel(unittest.TestCase):
@@ -172,7 +179,7 @@ class LaunchModel(unittest.TestCase):
         for seed in range(200):
             run(seed, calls(seed, *[lambda chance: step(chance, "wait_before_let")] * 2))
 
-    def notices(self, **broken: str) -> None:
+    def notices(self, **broken) -> None:
         for seed in range(300):
             try:
                 run(seed, calls(seed, *[lambda chance: step(chance, **broken)] * 2))
@@ -188,8 +195,9 @@ class LaunchModel(unittest.TestCase):
 
     def test_backward_needs_its_rules(self):
         for rule in ("wgrad_lets_at_once", "no_wait_at_end"):
-            with self.subTest(rule):
-                self.notices(broken_backward=rule)
+            for rounds in (False, True):
+                with self.subTest(rule, rounds=rounds):
+                    self.notices(broken_backward=rule, rounds=rounds)
 
 
 if __name__ == "__main__":

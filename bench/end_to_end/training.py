@@ -187,8 +187,8 @@ class Trainer:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False,
                                       reduce_dtype=torch.bfloat16 if narrow else torch.float32
                                       ) if here.on_gpu else MixedPrecisionPolicy()
-        # What backward begins with stays gathered. The experts of the first block are a part of their own, as nothing
-        # hides what is gathered before its attention and what is reduced after that.
+        # Parts that backward begins with stay gathered. The experts of the first block are a part of their own, as
+        # nothing hides what is gathered before its attention and what is reduced after that.
         blocks = self.model.blocks
         self.kept = [part for part in (blocks[-1], self.model.head, self.model) if part is not None]
         for part in (blocks[0].experts, *blocks[:-1], *self.kept):

@@ -510,7 +510,7 @@ class Rank {
     return buffer;
   }
   int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
-  // Of a layer of all rows that there may be.
+  // Returns tables of a layer of all rows that there may be.
   RoutingView routing() const {
     int64_t const rows = shape_.max_rows();
     RoutingView view;

@@ -347,7 +347,7 @@ def _wanted_gradients(needs: tuple) -> tuple:
     return tuple([name for name in GRADIENTS if _wants(name, needs)])
 
 
-# Where `direct`: torch's own asks first whether functional transforms are active, tensor by tensor.
+# Calls with `direct` use this: torch's own `apply` asks first, tensor by tensor, whether transforms are active.
 _apply_directly = super(torch.autograd.Function, _FusedExperts).apply
 
 

@@ -137,7 +137,7 @@ __device__ __forceinline__ void turn_bytes(uint32_t const (&lines)[4], uint32_t 
   columns[3] = arch::high_halves(high[0], high[1]);
 }
 
-// Where the lines of a block begin, as offsets in elements. Most layouts have them at one distance.
+// This class says where the lines of a block begin, as offsets in elements. Most layouts have them at one distance.
 class BlockLines {
  public:
   __device__ __forceinline__ BlockLines(WeightRows const& w, int64_t expert, int64_t first_row,

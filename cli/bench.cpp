@@ -312,7 +312,9 @@ Json document_of(std::string const& command_line, Context const& context, double
        "median of the iterations, each with new data and routing; layer and bound interleaved; "
        "bound: the fastest way of the installed libraries to multiply contiguous balanced data on "
        "the same threads, of one call per expert and GEMM (BLIS, OpenBLAS, oneDNN, bf16 operands "
-       "with fp32 results) and one batched call per GEMM (oneDNN, results of the operands' type); "
+       "with fp32 results, or fp32 operands where no library multiplies bf16 on the processor) and "
+       "one "
+       "batched call per GEMM (oneDNN, results of the operands' type); "
        "no installed library has a call for groups of unequal sizes"},
       {"ceilings", {{"bf16_tflops_8k", 0}, {"copy_tbps", copy_rate * 1e-12}}},
       {"rows", rows}};

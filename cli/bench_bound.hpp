@@ -18,7 +18,8 @@ namespace tessera::cli {
 class BlasBound {
  public:
   /// `rows` (R) rows spread evenly over the experts. Allocates, tries every way a few times, checks its results and
-  /// chooses one for each pass. Throws CommandError where no library multiplies the desc's dtype, or one is wrong.
+  /// chooses one for each pass. Where no library multiplies bf16 on this processor, all multiply fp32, and their names
+  /// end with "-fp32". Throws CommandError where one is wrong.
   BlasBound(Context const& context, MoeDesc const& desc, std::int64_t rows);
   BlasBound(BlasBound const&) = delete;
   BlasBound& operator=(BlasBound const&) = delete;
@@ -44,7 +45,7 @@ class BlasBound {
   struct Expert {
     std::int64_t first_row, rows;
   };
-  /// Small non-zero numbers in the storage type.
+  /// Small non-zero numbers of dtype_.
   [[nodiscard]] std::vector<char> filled(std::int64_t count) const;
   [[nodiscard]] GemmOperand input(std::vector<char> const& values, std::int64_t first,
                                   std::int64_t columns) const;
@@ -57,13 +58,13 @@ class BlasBound {
   void check_results(Way const& way) const;
 
   Context const& context_;
-  DType dtype_;
+  DType dtype_;  ///< of what is multiplied
   std::int64_t hidden_, intermediate_, up_columns_;
   std::vector<Expert> experts_;
   std::vector<Way> ways_;
   Way const* forward_ = nullptr;
   Way const* backward_ = nullptr;
-  std::vector<char> x_, h_, a_, y_, w_up_, w_down_;  // inputs, of dtype
+  std::vector<char> x_, h_, a_, y_, w_up_, w_down_;  // inputs, of dtype_
   // Results, of the way's type. a and y stand for dO D and dh W in backward.
   std::vector<float> out_h_, out_y_, out_da_, out_dx_, dw_up_, dw_down_;
 };

@@ -62,7 +62,11 @@ void add_onednn(DType dtype, std::vector<GemmLibrary>& libraries) {
   void* const library = open_first({"libdnnl.so.3", "libdnnl.so.2"});
   auto* const gemm =
       symbol<Gemm>(library, dtype == DType::bf16 ? "dnnl_gemm_bf16bf16f32" : "dnnl_sgemm");
-  if (gemm == nullptr) return;
+  // On processors that it has no kernel for, AVX2 without AVX-512 for one, the bf16 function refuses every product.
+  constexpr std::uint32_t kZero = 0;
+  float result = 1;
+  if (gemm == nullptr || gemm('N', 'N', 1, 1, 1, 1, &kZero, 1, &kZero, 1, 0, &result, 1) != 0)
+    return;
   auto* const set_threads = symbol<void(int)>(library, "omp_set_num_threads");
   libraries.push_back(
       {"oneDNN", [gemm, set_threads](std::int64_t m, std::int64_t n, std::int64_t k,

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import unittest.mock
 
 import program
 from program import Cli
@@ -194,6 +195,14 @@ class Bench(Cli):
                 self.assertEqual(row["variant"], {"pow2": "pow2-scales", "x": "save-x"}[flags[3]])
                 self.assertLess(row["saved_bytes"], 0.6 * plain["saved_bytes"])
         self.assertNotIn("precision", plain)
+
+    def test_a_processor_whose_library_multiplies_no_bf16(self):
+        with unittest.mock.patch.dict(os.environ, ONEDNN_MAX_CPU_ISA="AVX2"):
+            rows = self.run_json("bench", *SMALL, "--dtype", "bf16", "--seconds", "0")["rows"]
+        self.assertGreaterEqual(len(rows), 2)
+        for row in rows:
+            self.assertTrue(row["checked"])
+            self.assertRegex(row["bound_impl"], "-fp32$")
 
     def test_configuration_with_a_routing_file(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@
 #include "core/workspace.hpp"
 #include "expert_parallel/hosts/rail.hpp"
 #include "expert_parallel/hosts/rotation.hpp"
+#include "ops/hosts_checks.hpp"
 #include "ops/support.hpp"
 #include "tessera/hosts.hpp"
 #include "tessera/moe.hpp"
@@ -19,44 +20,7 @@ namespace tessera {
 namespace {
 
 namespace hosts = expert_parallel::hosts;
-
-Status check_desc(HostsDesc const& d) noexcept {
-  HostPlace const& p = d.place;
-  ExpertParallelDesc const& within = d.within;
-  if (p.hosts < 1 || p.hosts > kMaxHosts) {
-    return Status::invalid("hosts=%d: 1 to %d", p.hosts, kMaxHosts);
-  }
-  if (p.host < 0 || p.host >= p.hosts) {
-    return Status::invalid("host=%d: 0 to hosts-1 = %d", p.host, p.hosts - 1);
-  }
-  if (p.rank != within.rank) {
-    return Status::invalid("place.rank=%d, within.rank=%d: the same rank of its host", p.rank,
-                           within.rank);
-  }
-  if (d.exchange != HostExchange::all_rows && d.exchange != HostExchange::counted) {
-    return Status::invalid("exchange=%d: one of HostExchange", static_cast<int>(d.exchange));
-  }
-  // Checks `within`.
-  auto const bytes = ExpertParallel::window_bytes(within);
-  if (!bytes.ok()) return bytes.status();
-  std::int64_t const most = std::int64_t{within.ranks} * within.max_tokens * within.top_k;
-  if (d.max_rows < 0 || d.max_rows > most || (d.max_rows != 0 && !within.training)) {
-    return Status::invalid("max_rows=%lld: with training, 0 to ranks*max_tokens*top_k=%lld",
-                           static_cast<long long>(d.max_rows), static_cast<long long>(most));
-  }
-  return {};
-}
-
-std::int64_t rows_of(HostsDesc const& d) noexcept {
-  return d.max_rows != 0 ? d.max_rows
-                         : std::int64_t{d.within.ranks} * d.within.max_tokens * d.within.top_k;
-}
-std::int64_t up_rows(HostsDesc const& d) noexcept {
-  return (d.within.activation.gated() ? 2 : 1) * d.within.intermediate;
-}
-std::int64_t experts_of_rank(HostsDesc const& d) noexcept {
-  return d.within.experts / d.within.ranks;
-}
+using ops::experts_of_rank, ops::rows_of_step, ops::up_rows;
 
 hosts::RotationShape rotation_shape(HostsDesc const& d) noexcept {
   return {.hosts = d.place.hosts,
@@ -70,7 +34,7 @@ hosts::RotationShape rotation_shape(HostsDesc const& d) noexcept {
 // This rank's experts on the rows of one step.
 MoeDesc layer_of(HostsDesc const& d, bool bias) noexcept {
   MoeDesc layer;
-  layer.shape.tokens = rows_of(d);
+  layer.shape.tokens = rows_of_step(d);
   layer.shape.hidden = d.within.hidden;
   layer.shape.intermediate = d.within.intermediate;
   layer.shape.experts = experts_of_rank(d);
@@ -90,9 +54,9 @@ struct StepRegions {
 
   StepRegions(core::WorkspacePlan& plan, HostsDesc const& d) noexcept
       : expert_offsets(plan.add<std::int32_t>(experts_of_rank(d) + 1)),
-        row_origins(plan.add<std::int32_t>(4 * rows_of(d))),
-        row_scores(plan.add<float>(rows_of(d))),
-        h(plan.add<std::byte>(2 * rows_of(d) * up_rows(d))) {}
+        row_origins(plan.add<std::int32_t>(4 * rows_of_step(d))),
+        row_scores(plan.add<float>(rows_of_step(d))),
+        h(plan.add<std::byte>(2 * rows_of_step(d) * up_rows(d))) {}
 };
 
 // Saved memory has the steps, then what the rotation saves.
@@ -137,76 +101,16 @@ struct AllRegions {
       r.routing_bytes = std::max(r.routing_bytes, routing.value());
       r.layer_bytes = std::max(r.layer_bytes, bytes.value());
     }
-    auto const row_bytes = static_cast<std::size_t>(2 * rows_of(d) * d.within.hidden);
+    auto const row_bytes = static_cast<std::size_t>(2 * rows_of_step(d) * d.within.hidden);
     r.x_rows = add(row_bytes);
     r.d_o_rows = add(row_bytes);
     r.dx_rows = add(row_bytes);
     r.routing = add(r.routing_bytes);
     r.layer = add(r.layer_bytes);
-    r.row_dscores = r.plan.add<float>(rows_of(d));
+    r.row_dscores = r.plan.add<float>(rows_of_step(d));
     return r;
   }
 };
-
-// Tensors of a call: contiguous, at multiples of 16 bytes where asked for.
-struct CallCheck {
-  core::TensorCheck check;
-
-  void input(char const* name, ConstTensor const& tensor, DType dtype,
-             std::initializer_list<std::int64_t> shape) noexcept {
-    check.input(name, tensor, dtype, shape);
-    check.contiguous(name, tensor);
-    aligned(name, tensor.data, dtype);
-  }
-  void output(char const* name, Tensor const& tensor, DType dtype,
-              std::initializer_list<std::int64_t> shape) noexcept {
-    check.output(name, tensor, dtype, shape);
-    check.contiguous(name, tensor);
-    aligned(name, tensor.data, dtype);
-  }
-  void optional_output(char const* name, Tensor const& tensor, DType dtype,
-                       std::initializer_list<std::int64_t> shape) noexcept {
-    if (tensor.present()) output(name, tensor, dtype, shape);
-  }
-  void aligned(char const* name, void const* data, DType dtype) noexcept {
-    if (dtype == DType::bf16 && reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-      check.fail(Status::invalid("%s=%p: begins at a multiple of 16", name, data));
-    }
-  }
-  template <class Args>
-  void weights(HostsDesc const& d, Args const& args) noexcept {
-    std::int64_t const experts = experts_of_rank(d), n = d.within.intermediate;
-    input("w_up", args.w_up, DType::bf16, {experts, up_rows(d), d.within.hidden});
-    input("w_down", args.w_down, DType::bf16, {experts, d.within.hidden, n});
-    if (!args.b_up.present() && !args.b_down.present()) return;
-    input("b_up", args.b_up, DType::bf16, {experts, up_rows(d)});
-    input("b_down", args.b_down, DType::bf16, {experts, d.within.hidden});
-  }
-};
-
-Expected<std::int64_t> tokens_of(HostsDesc const& d, char const* name,
-                                 ConstTensor const& tensor) noexcept {
-  if (tensor.rank == 2 && tensor.shape[0] >= 0 && tensor.shape[0] <= d.within.max_tokens) {
-    return tensor.shape[0];
-  }
-  return Status::invalid("%s: [T,%lld] with T from 0 to max_tokens=%lld", name,
-                         static_cast<long long>(d.within.hidden),
-                         static_cast<long long>(d.within.max_tokens));
-}
-
-// The memory of a pass that was saved.
-Expected<std::byte*> saved_memory(HostsDesc const& d, HostsSaved const& saved) noexcept {
-  if (!d.within.training) {
-    return Status::invalid("saved: training=0; create the objects with within.training");
-  }
-  auto const bytes = HostsExperts::saved_bytes(d);
-  if (!bytes.ok()) return bytes.status();
-  if (saved.memory.data == nullptr || saved.memory.bytes < bytes.value()) {
-    return Status::invalid("saved.memory: %zu bytes; saved_bytes() are %zu", saved.memory.bytes,
-                           bytes.value());
-  }
-  return core::WorkspacePlan::align(saved.memory.data);
-}
 
 }  // namespace
 
@@ -252,14 +156,15 @@ struct HostsExperts::Parts final : hosts::InnerPass {
   [[nodiscard]] DispatchTables tables(std::int32_t step) const noexcept {
     AllSaved const all(desc);
     std::byte* const memory = all.of_step(saved, step);
-    std::int64_t const rows = rows_of(desc);
+    std::int64_t const rows = rows_of_step(desc);
     return {of(all.step.expert_offsets.in(memory), DType::int32, {experts_of_rank(desc) + 1}),
             of(all.step.row_origins.in(memory), DType::int32, {rows, 4}),
             of(all.step.row_scores.in(memory), DType::fp32, {rows})};
   }
   [[nodiscard]] Tensor h(std::int32_t step) const noexcept {
     AllSaved const all(desc);
-    return of(all.step.h.in(all.of_step(saved, step)), DType::bf16, {rows_of(desc), up_rows(desc)});
+    return of(all.step.h.in(all.of_step(saved, step)), DType::bf16,
+              {rows_of_step(desc), up_rows(desc)});
   }
 
   Status forward(hosts::InnerForward const& p, Stream stream) noexcept override {
@@ -281,7 +186,7 @@ struct HostsExperts::Parts final : hosts::InnerPass {
   }
 
   Status backward(hosts::InnerBackward const& p, Stream stream) noexcept override {
-    std::int64_t const d = desc.within.hidden, top_k = desc.within.top_k, rows = rows_of(desc);
+    std::int64_t const d = desc.within.hidden, top_k = desc.within.top_k, rows = rows_of_step(desc);
     DispatchTables const made = tables(p.step);
     Tensor const x_rows = of(regions.x_rows.in(base), DType::bf16, {rows, d});
     Tensor const d_o_rows = of(regions.d_o_rows.in(base), DType::bf16, {rows, d});
@@ -329,7 +234,7 @@ HostsExperts::~HostsExperts() = default;
 
 Expected<std::size_t> HostsExperts::workspace_bytes(Context const& context,
                                                     HostsDesc const& desc) noexcept {
-  TESSERA_TRY(check_desc(desc));
+  TESSERA_TRY(ops::check_hosts(desc));
   TESSERA_TRY(ops::check_on_gpu(context));
   auto const regions = AllRegions::make(context, desc);
   if (!regions.ok()) return regions.status();
@@ -337,7 +242,7 @@ Expected<std::size_t> HostsExperts::workspace_bytes(Context const& context,
 }
 
 Expected<std::size_t> HostsExperts::saved_bytes(HostsDesc const& desc) noexcept {
-  TESSERA_TRY(check_desc(desc));
+  TESSERA_TRY(ops::check_hosts(desc));
   AllSaved const all(desc);
   return all.steps_bytes(desc) + all.rotation.plan.bytes() + core::WorkspacePlan::kAlignment;
 }
@@ -345,7 +250,7 @@ Expected<std::size_t> HostsExperts::saved_bytes(HostsDesc const& desc) noexcept 
 Expected<HostsExperts> HostsExperts::create(Context const& context, HostsDesc const& desc,
                                             ExpertParallel experts, HostRail rail,
                                             Buffer workspace) noexcept {
-  TESSERA_TRY(check_desc(desc));
+  TESSERA_TRY(ops::check_hosts(desc));
   TESSERA_TRY(ops::check_on_gpu(context));
   if (rail.rail_ == nullptr || !(rail.rail_->place() == desc.place)) {
     return Status::invalid("rail: not one of desc.place; open it with the same place");
@@ -390,30 +295,17 @@ Status HostsExperts::forward(HostsForwardArgs const& args, Stream stream) noexce
   Parts& p = *parts_;
   HostsDesc const& d = p.desc;
   TESSERA_TRY(p.check_rail());
-  auto const tokens = tokens_of(d, "x", args.x);
-  if (!tokens.ok()) return tokens.status();
-  std::int64_t const top_k = d.within.top_k, count = tokens.value();
-  CallCheck call{core::TensorCheck{p.context.device()}};
-  call.input("x", args.x, DType::bf16, {count, d.within.hidden});
-  call.input("topk_ids", args.topk_ids, DType::int32, {count, top_k});
-  call.input("topk_weights", args.topk_weights, DType::fp32, {count, top_k});
-  call.weights(d, args);
-  call.output("o", args.o, DType::bf16, {count, d.within.hidden});
-  TESSERA_TRY(call.check.finish());
+  auto const checked = ops::check_hosts_forward(d, p.context.device(), args);
+  if (!checked.ok()) return checked.status();
   expert_parallel::DeviceScope const scope(expert_parallel::device_calls(),
                                            p.context.device().index,
                                            expert_parallel::ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
-  p.saved = nullptr;
-  if (args.saved != nullptr) {
-    auto const memory = saved_memory(d, *args.saved);
-    if (!memory.ok()) return memory.status();
-    p.saved = memory.value();
-  }
+  p.saved = checked.value().saved;
   HostsSaved numbers;
   HostsSaved& found = args.saved != nullptr ? *args.saved : numbers;
   p.forward_args = &args;
-  return p.rotation.forward({.tokens = count,
+  return p.rotation.forward({.tokens = checked.value().tokens,
                              .gmem_x = args.x.data,
                              .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
                              .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
@@ -428,34 +320,16 @@ Status HostsExperts::backward(HostsBackwardArgs const& args, Stream stream) noex
   Parts& p = *parts_;
   HostsDesc const& d = p.desc;
   TESSERA_TRY(p.check_rail());
-  auto const tokens = tokens_of(d, "d_o", args.d_o);
-  if (!tokens.ok()) return tokens.status();
-  if (args.saved == nullptr) {
-    return Status::invalid("saved: absent; pass what forward() has saved");
-  }
-  auto const memory = saved_memory(d, *args.saved);
-  if (!memory.ok()) return memory.status();
-  p.saved = memory.value();
-  std::int64_t const experts = experts_of_rank(d), count = tokens.value();
-  std::int64_t const hidden = d.within.hidden, n = d.within.intermediate;
-  CallCheck call{core::TensorCheck{p.context.device()}};
-  call.input("d_o", args.d_o, DType::bf16, {count, hidden});
-  call.input("x", args.x, DType::bf16, {count, hidden});
-  call.weights(d, args);
-  call.output("dx", args.dx, DType::bf16, {count, hidden});
-  call.output("dscores", args.dscores, DType::fp32, {count, d.within.top_k});
-  call.optional_output("dw_up", args.dw_up, DType::fp32, {experts, up_rows(d), hidden});
-  call.optional_output("dw_down", args.dw_down, DType::fp32, {experts, hidden, n});
-  call.optional_output("db_up", args.db_up, DType::fp32, {experts, up_rows(d)});
-  call.optional_output("db_down", args.db_down, DType::fp32, {experts, hidden});
-  TESSERA_TRY(call.check.finish());
+  auto const checked = ops::check_hosts_backward(d, p.context.device(), args);
+  if (!checked.ok()) return checked.status();
   expert_parallel::DeviceScope const scope(expert_parallel::device_calls(),
                                            p.context.device().index,
                                            expert_parallel::ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
+  p.saved = checked.value().saved;
   HostsSaved numbers = *args.saved;
   p.backward_args = &args;
-  return p.rotation.backward({.tokens = count,
+  return p.rotation.backward({.tokens = checked.value().tokens,
                               .gmem_d_o = args.d_o.data,
                               .gmem_x = args.x.data,
                               .gmem_dx = args.dx.data,

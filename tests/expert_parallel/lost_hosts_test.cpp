@@ -209,6 +209,38 @@ TEST_F(HostsTest, ACountedPassIsNotCaptured) {
   for (auto& rail : rails) EXPECT_TRUE(rail->close().ok());
 }
 
+// As from a host whose desc allows more.
+TEST_F(HostsTest, MoreRowsThanMemoryAreRefused) {
+  for (std::int64_t const rows : {std::int64_t{5}, std::int64_t{-1}}) {
+    NcclUniqueId const id = make_id();
+    std::unique_ptr<Rail> rails[2];
+    std::thread joining([&] { rails[1] = open({1, 2, 0}, id).value(); });
+    rails[0] = open({0, 2, 0}, id).value();
+    joining.join();
+    RotationShape const shape = {
+        .hosts = 2, .max_tokens = 4, .hidden = 8, .top_k = 1, .experts = 6, .counted = true};
+    std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes());
+    std::vector<std::byte> saved(SavedRegions(shape, true).plan.bytes());
+    Rotation rotation(shape, *rails[0], workspace.data(), kStream);
+    Problem const problem = make_problem(2, 1, {1, 1}, Routing::random, 1);
+    SharedHost host(problem, 0);
+    InnerRank inner(host, 0);
+    Queue queue, of_other;
+    std::int64_t sent = rows, came = -1;
+    Message const numbers = {&sent, sizeof sent, 0, &came, sizeof came, 0};
+    EXPECT_TRUE(rails[1]->begin("forward").ok());
+    EXPECT_TRUE(rails[1]->exchange("numbers of rows", {&numbers, 1}, {&of_other}).ok());
+    std::array<std::int64_t, kMaxHosts> out = {}, in = {};
+    Status const status = rotation.forward({.gmem_saved = saved.data(), .saves = true},
+                                           {out.data(), in.data()}, inner, {&queue});
+    std::string const says = "host 1 sends " + std::to_string(rows) + " rows: at most max_tokens=4";
+    EXPECT_NE(std::string(status.text()).find(says), std::string::npos) << status.text();
+    queue.drain();
+    of_other.drain();
+    EXPECT_EQ(came, 0);
+  }
+}
+
 TEST_F(HostsTest, TimeAheadOfAWaitDoesNotCount) {
   NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];

@@ -12,7 +12,8 @@
 
 namespace tessera {
 
-/// Typed pointers into a routing buffer (4-byte elements, packed in this order, no padding).
+/// Typed pointers into a routing buffer: 4-byte elements, packed in this order. Up to three elements ahead of logits,
+/// which begin at a multiple of 16 bytes from the buffer's begin, belong to no table; moe_forward writes 0 there.
 /// Slot j of token t is t*K + k, or the place in the (token, expert) list where experts per token vary.
 /// Rows are sorted by expert and, inside an expert, by slot. With token rounding fewer than P slots may be in use:
 /// those from token_offsets[T] = R on belong to no token (id -1, score 0).
@@ -31,7 +32,8 @@ struct RoutingView {
 };
 
 /// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) if experts per token vary] [+ 4P for the ids of a router]
-/// [+ 4TE with softmax_topk, expert_choice, token rounding; else + 4P with sigmoid_bias, group_limited, sqrtsoftplus]
+/// [up to a multiple of 16, + 4TE with softmax_topk, expert_choice, token rounding; else + 4P with sigmoid_bias,
+/// group_limited, sqrtsoftplus]
 /// [+ 4TK with token rounding].
 TESSERA_EXPORT Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept;
 

@@ -5,6 +5,7 @@
 
 #include "core/desc_check.hpp"
 #include "core/gathered_rows.hpp"
+#include "core/unused_elements.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/router_args.hpp"
@@ -231,10 +232,7 @@ void make_routing_tables(MoeDesc const& desc, MoeForwardArgs const& args, Forwar
         routing.logits != nullptr ? cpu::MutableRows{routing.logits, s.experts}
         : args.logits.present()   ? rows_of(args.logits)
                                   : cpu::MutableRows{plan.route.logits.in(base), s.experts};
-    if (routing.logits !=
-        nullptr) {  // up to three elements ahead belong to no table: equal calls leave equal bytes
-      std::fill_n(reinterpret_cast<std::int32_t*>(routing.logits) - 3, 3, 0);
-    }
+    std::ranges::fill(core::unused_elements(desc, routing), 0);
     if (desc.router.replay) copy_replayed_ids(desc, args, routing);
     fill_slots(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.token_mask},
                logits, plan.route, base, routing, threads);

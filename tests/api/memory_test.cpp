@@ -3,6 +3,7 @@
 // covers what a call writes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -109,6 +110,29 @@ TEST(Memory, SavedLogitsAreAligned) {
                       16,
                   0);
       }
+    }
+  }
+}
+
+// Whatever memory held before: torch compares tables of equal calls byte by byte.
+TEST(Memory, TablesAreWrittenAsAWhole) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  for (Router const& router :
+       {Router{.kind = RouterKind::topk_softmax}, Router{.kind = RouterKind::sigmoid_bias},
+        Router{.kind = RouterKind::softmax_topk}, Router{.kind = RouterKind::expert_choice},
+        Router{.kind = RouterKind::topk_softmax, .round = Rounding::nr_s, .tile = 4}}) {
+    for (std::int64_t experts = 4; experts < 8; ++experts) {
+      SCOPED_TRACE(testing::Message()
+                   << "router " << static_cast<int>(router.kind) << ", experts " << experts);
+      MoeDesc desc = small_desc();
+      desc.router = router;
+      desc.shape.experts = experts;
+      Layer first(context, desc), second(context, desc);
+      std::ranges::fill(first.routing, std::byte{0xff});
+      std::ranges::fill(second.routing, std::byte{0x5a});
+      ASSERT_TRUE(first.run_forward().ok());
+      ASSERT_TRUE(second.run_forward().ok());
+      EXPECT_TRUE(first.routing == second.routing);
     }
   }
 }

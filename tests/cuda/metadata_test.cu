@@ -19,6 +19,8 @@ using tessera::cuda_test::require;
 using tessera::routing_test::agree;
 using tessera::routing_test::kClearedWords;
 using tessera::routing_test::kNotCleared;
+using tessera::routing_test::kUnused;
+using tessera::routing_test::kWords;
 using tessera::routing_test::Slots;
 using tessera::routing_test::Tables;
 using tessera::routing_test::TablesCase;
@@ -31,7 +33,7 @@ Tables device_tables(TablesCase const& c, Slots const& slots, Launch&& launch) {
   DeviceBuffer const expert_offsets(4 * (size_t(c.experts) + 1)), sort(4 * count);
   DeviceBuffer const gather(4 * count), inverse(4 * count);
   DeviceBuffer const workspace(tessera::cuda::metadata_workspace_bytes(int64_t(count), c.experts));
-  DeviceBuffer const words(std::vector<int32_t>(kClearedWords + 1, kNotCleared));
+  DeviceBuffer const words(std::vector<int32_t>(kWords, kNotCleared));
   MetadataArguments const args{
       .gmem_ids = c.int64_ids ? wide_ids.as<void>() : narrow_ids.as<void>(),
       .ids_are_int64 = c.int64_ids,
@@ -46,6 +48,7 @@ Tables device_tables(TablesCase const& c, Slots const& slots, Launch&& launch) {
       .gmem_inverse_permutation = inverse.as<int32_t>(),
       .gmem_workspace = workspace.as<void>(),
       .cleared = {words.as<int32_t>(), kClearedWords},
+      .unused = {words.as<int32_t>() + kClearedWords + 1, kUnused},
   };
   require(launch(args, cudaStream_t{}), "launch");
   require(cudaDeviceSynchronize(), "metadata");

@@ -25,8 +25,10 @@ struct Tables {
       words;
 };
 
-// The words of the kernels behind, which read none where there is no slot, and one that is none of them.
-constexpr std::int32_t kClearedWords = 12, kNotCleared = 77;
+// The words of the kernels behind, which read none where there is no slot, one that is none of them, elements of the
+// tables that belong to none, and one more.
+constexpr std::int32_t kClearedWords = 12, kUnused = 3, kNotCleared = 77;
+constexpr std::int32_t kWords = kClearedWords + 1 + kUnused + 1;
 
 struct Slots {
   std::vector<std::int64_t> ids;
@@ -65,8 +67,8 @@ inline Tables host_tables(TablesCase const& c, Slots const& slots) {
   for (std::int32_t e = 0; e < c.experts; ++e) {
     out.expert_offsets[std::size_t(e) + 1] += out.expert_offsets[std::size_t(e)];
   }
-  out.words.assign(kClearedWords + 1, 0);
-  out.words.back() = kNotCleared;
+  out.words.assign(kWords, 0);
+  out.words[kClearedWords] = out.words.back() = kNotCleared;
   out.sort_permutation.assign(count, -1);
   out.gather_index.assign(count, 0);
   out.inverse_permutation.assign(count, -1);

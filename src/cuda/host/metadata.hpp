@@ -29,6 +29,8 @@ struct MetadataArguments {
   int32_t* gmem_inverse_permutation;  // (P) slot -> row; -1 at sentinels
   void* gmem_workspace;               // metadata_workspace_bytes, 16-byte aligned, any content
   ClearedWords cleared;
+  ClearedWords unused =
+      {};  // of the tables: elements that belong to none (core/unused_elements.hpp)
   /// Slots of a unit that route has ranked; its counts and ranks are in the workspace; P > 1024. 0: route ranked none.
   int32_t unit_slots = 0;
 };

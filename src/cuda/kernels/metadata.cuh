@@ -237,6 +237,9 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
   if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < p.cleared.count) {
     p.cleared.gmem[threadIdx.x] = 0;
   }
+  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < p.unused.count) {
+    p.unused.gmem[threadIdx.x] = 0;
+  }
   __syncthreads();
   int const place = first_place();
   TESSERA_UNROLL
@@ -454,6 +457,11 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
     return cudaErrorInvalidValue;
   }
   if (args.slots == 0) {  // no kernel behind has a row, so none reads a word
+    if (args.unused.count > 0) {
+      cudaError_t const error = cudaMemsetAsync(
+          args.unused.gmem, 0, sizeof(int32_t) * static_cast<size_t>(args.unused.count), stream);
+      if (error != cudaSuccess) return error;
+    }
     return cudaMemsetAsync(args.gmem_expert_offsets, 0, sizeof(int32_t) * (args.experts + 1),
                            stream);
   }

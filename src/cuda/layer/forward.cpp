@@ -6,8 +6,12 @@
 // call can be captured into a graph.
 #include <cuda_runtime_api.h>
 
+#include <iterator>
+#include <span>
+
 #include "core/gradient_dtype.hpp"
 #include "core/router_groups.hpp"
+#include "core/unused_elements.hpp"
 #include "core/workspace.hpp"
 #include "cuda/host/choose_tokens.hpp"
 #include "cuda/host/token_mask.hpp"
@@ -214,6 +218,7 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                   void* gmem_workspace, ClearedWords const& cleared, std::int32_t unit_slots,
                   Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
+  std::span<std::int32_t> const unused = core::unused_elements(desc, tables);
   sequence.select("metadata", MetadataArguments{
                                   .gmem_ids = gmem_ids,
                                   .ids_are_int64 = false,
@@ -228,6 +233,7 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                                   .gmem_inverse_permutation = tables.inverse_permutation,
                                   .gmem_workspace = gmem_workspace,
                                   .cleared = cleared,
+                                  .unused = {unused.data(), int32(std::ssize(unused))},
                                   .unit_slots = unit_slots,
                               });
 }

@@ -34,6 +34,7 @@ __global__ void metadata_plain_scan(__grid_constant__ MetadataArguments const p)
   p.gmem_expert_offsets[0] = 0;
   for (int e = 0; e < p.experts; ++e) p.gmem_expert_offsets[e + 1] += p.gmem_expert_offsets[e];
   for (int i = 0; i < p.cleared.count; ++i) p.cleared.gmem[i] = 0;
+  for (int i = 0; i < p.unused.count; ++i) p.unused.gmem[i] = 0;
 }
 
 __global__ void __launch_bounds__(kThreads)

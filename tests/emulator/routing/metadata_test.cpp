@@ -26,7 +26,7 @@ std::string make_tables(TablesCase const& c, Slots const& slots, emulator::Sched
   out.sort_permutation.assign(count, kUntouched);
   out.gather_index.assign(count, kUntouched);
   out.inverse_permutation.assign(count, kUntouched);
-  out.words.assign(kClearedWords + 1, kNotCleared);
+  out.words.assign(kWords, kNotCleared);
   auto const all = static_cast<std::int64_t>(count);
   std::vector<std::uint64_t> workspace(cuda::metadata_workspace_bytes(all, c.experts) / 8 + 1,
                                        ~std::uint64_t{0});
@@ -43,7 +43,8 @@ std::string make_tables(TablesCase const& c, Slots const& slots, emulator::Sched
       .gmem_gather_index = out.gather_index.data(),
       .gmem_inverse_permutation = out.inverse_permutation.data(),
       .gmem_workspace = workspace.data(),
-      .cleared = {out.words.data(), kClearedWords}};
+      .cleared = {out.words.data(), kClearedWords},
+      .unused = {out.words.data() + kClearedWords + 1, kUnused}};
   CUstream_st stream;
   if (cuda::launch_metadata_config<cuda::MetadataConfig>(args, &stream) != cudaSuccess) {
     return "launch";

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "tessera/routing.hpp"
+#include "tessera/shape.hpp"
+
+namespace tessera::core {
+
+/// Returns the elements of a routing buffer that belong to no table: up to three ahead of saved logits, which begin at
+/// 16 bytes. Whoever makes the tables writes 0 there, so that equal calls leave equal bytes.
+inline std::span<std::int32_t> unused_elements(MoeDesc const& desc,
+                                               RoutingView const& tables) noexcept {
+  if (tables.logits == nullptr) return {};
+  std::int32_t* const first = tables.topk_ids + desc.num_slots();  // the table ahead of them
+  auto* const last = reinterpret_cast<std::int32_t*>(tables.logits);
+  return {first, static_cast<std::size_t>(last - first)};
+}
+
+}  // namespace tessera::core

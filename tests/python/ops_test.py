@@ -2,6 +2,7 @@
 """Forward and gradients of every entry against fp64 torch, and what torch asks of an operator, on the CPU."""
 
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -14,7 +15,7 @@ import tessera
 import tessera.ops
 import tier
 import torch
-from tessera import options
+from tessera import library, options
 
 
 class Fp32Entries(layers.Entries, unittest.TestCase):
@@ -315,6 +316,26 @@ class Refusals(unittest.TestCase):
                          lambda: tessera.grouped_gemm(x, w["w_up"], torch.arange(6))):
                 with self.assertRaisesRegex(error, f"^[xa]: dtype {dtype}{served}$"):
                     call()
+
+
+
+class Sizes(unittest.TestCase):
+    """Sizes that Python calculates itself, as they may be symbolic, and that the library knows as well."""
+
+    def test_elements_of_the_routing_tables(self):
+        for router, rounding in itertools.product(options.ROUTERS, options.ROUNDINGS):
+            if rounding != "none" and router in ("given", "expert-choice"):
+                continue
+            for tokens, experts in itertools.product((0, 1, 6, 31), range(8, 12)):
+                chosen = options.Options(router=router, rounding=rounding, top_k=3,
+                                         tile=128 if rounding == "none" else 4,
+                                         groups=1 if router == "group-limited" else 0)
+                desc = chosen.desc(top_k=3, tokens=tokens, hidden=8, intermediate=8, experts=experts,
+                                   dtype=library.FP32, ids_dtype=library.INT32, separate=False, bias=False)
+                slots = chosen.slots(tokens, experts, 3)
+                with self.subTest(router=router, rounding=rounding, tokens=tokens, experts=experts):
+                    self.assertEqual(4 * chosen.routing_elements(tokens, slots, experts),
+                                     library.routing_bytes(desc))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,8 @@ struct QuantisedWeights {
 /// floor mxfp8. What a layer with MoeDesc::weight_codes reads is made by scale_rule(desc); that field of `desc` and its
 /// precision say nothing here. On a GPU fp8-block alone, for descs that precision fp8 is served of, enqueued on
 /// `stream`. Errors: invalid_argument for d or n that are no multiples of 128 (mxfp8: of 32) and tensors that do not
-/// fit; on a GPU unsupported for mxfp8, and for weights or codes that do not lie at multiples of 16 bytes.
+/// fit; on a GPU unsupported for mxfp8, whose layers make their codes in every call, and for weights or codes that do
+/// not lie at multiples of 16 bytes.
 TESSERA_EXPORT Status quantise_weights(Context const& context, MoeDesc const& desc,
                                        ExpertWeights const& weights, ScaleRule rule,
                                        QuantisedWeights const& out, Stream stream = {}) noexcept;

@@ -141,14 +141,23 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   return ops;
 }
 
-/// Says why Precision::automatic took native, at each op that fp8 would quantise.
-void add_automatic(bool on_gpu, std::vector<OpExplanation>& ops) {
+/// The candidate that multiplies codes on a device.
+char const* codes_candidate(Context const& context) {
+  if (context.cuda() == nullptr) return "cpu/low_precision";
+  bool const has_fp8 =
+      cuda::check_multiplies_codes(context.cuda()->architecture(), Precision::fp8).ok();
+  return has_fp8 ? "cuda/fp8" : "cuda/mxfp8";
+}
+
+/// Says why Precision::automatic took native, at each op that would be quantised.
+void add_automatic(Context const& context, std::vector<OpExplanation>& ops) {
+  bool const on_gpu = context.cuda() != nullptr;
   for (OpExplanation& op : ops) {
     std::string const& name = op.op;
     bool const product = name.ends_with("projection_fwd") || name.ends_with("projection_dgrad");
     if (!product) continue;
     op.candidates.push_back(
-        {on_gpu ? "cuda/fp8" : "cpu/low_precision", false,
+        {codes_candidate(context), false,
          on_gpu ? "precision auto takes native: with gradients from bf16 an fp8 step is not "
                   "expected to be faster"
                 : "precision auto takes native: a CPU multiplies no codes, quantising costs time"});
@@ -182,7 +191,7 @@ Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc con
     bool const on_gpu = context.cuda() != nullptr;
     auto ops =
         on_gpu ? cuda::explain(*context.cuda(), desc, pass) : explain_ops(context, desc, pass);
-    if (given.precision == Precision::automatic) add_automatic(on_gpu, ops);
+    if (given.precision == Precision::automatic) add_automatic(context, ops);
     return ops;
   } catch (...) {
     return out_of_memory();

@@ -146,8 +146,10 @@ Status quantise_on_cuda(Context const& context, MoeDesc desc, ExpertWeights cons
                         ScaleRule rule, QuantisedWeights const& out, Stream stream) noexcept {
   if (ops::is_mxfp8(rule)) {
     return Status::unsupported(
-        "rule=%d on cuda: GPUs read weights in blocks of 128, whose rules are fp32 and pow2; take "
-        "one of these, or a context of the CPU",
+        "rule=%d on cuda: there quantise_weights makes blocks of 128, whose rules are fp32 and "
+        "pow2, "
+        "and layers of precision mxfp8 make their codes; take one of these, or a context of the "
+        "CPU",
         static_cast<int>(rule));
   }
   desc.precision = Precision::fp8;

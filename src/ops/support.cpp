@@ -69,7 +69,7 @@ Status check_supported(Context const& context, MoeDesc const& desc) noexcept {
   if (context.cuda() == nullptr) return check_supported(desc);
   TESSERA_TRY(core::check_desc(desc));
   if (desc.quantises()) {
-    TESSERA_TRY(cuda::check_multiplies_codes(context.cuda()->architecture()));
+    TESSERA_TRY(cuda::check_multiplies_codes(context.cuda()->architecture(), desc.precision));
   }
   return cuda::check_supported(desc);
 }

@@ -69,9 +69,15 @@ TEST(CheckArchitecture, JoinsHopperGpusAlone) {
   EXPECT_NE(std::string(status.text()).find("sm_90a alone"), std::string::npos) << status.text();
 }
 
-TEST(CheckArchitecture, MultipliesCodesOnHopperAlone) {
-  EXPECT_TRUE(check_multiplies_codes(Architecture::sm_90).ok());
-  EXPECT_EQ(check_multiplies_codes(Architecture::sm_100).code(), StatusCode::unsupported);
+TEST(CheckArchitecture, MultipliesCodesInTheBlocksOfEachGpu) {
+  EXPECT_TRUE(check_multiplies_codes(Architecture::sm_90, Precision::fp8).ok());
+  EXPECT_TRUE(check_multiplies_codes(Architecture::sm_100, Precision::mxfp8).ok());
+  Status const fp8 = check_multiplies_codes(Architecture::sm_100, Precision::fp8);
+  Status const mxfp8 = check_multiplies_codes(Architecture::sm_90, Precision::mxfp8);
+  EXPECT_EQ(fp8.code(), StatusCode::unsupported);
+  EXPECT_EQ(mxfp8.code(), StatusCode::unsupported);
+  EXPECT_TRUE(std::string(fp8.text()).ends_with("use precision mxfp8 or native")) << fp8.text();
+  EXPECT_TRUE(std::string(mxfp8.text()).ends_with("use fp8, native or device cpu")) << mxfp8.text();
 }
 
 TEST(CheckArchitecture, TakesUnprovenKernelsWhereAsked) {
@@ -123,6 +129,11 @@ TEST(CheckSupported, ServesQuantisedOperands) {
   EXPECT_TRUE(check_supported(desc).ok());
   desc.precision = Precision::automatic;
   EXPECT_TRUE(check_supported(desc).ok());
+  desc.precision = Precision::mxfp8;
+  desc.shape.hidden = desc.shape.intermediate = 384;
+  EXPECT_TRUE(check_supported(desc).ok());
+  desc.layout = {GateUpOrder::blocked, WeightOrientation::rows, 32};
+  EXPECT_TRUE(check_supported(desc).ok());
 }
 
 TEST(CheckSupported, RefusesWhatIsNotComputedWithQuantisedOperands) {
@@ -130,34 +141,55 @@ TEST(CheckSupported, RefusesWhatIsNotComputedWithQuantisedOperands) {
     char const* text;
     void (*change)(MoeDesc&);
   };
-  for (Refused const& refused : {
-           Refused{"precision=mxfp8: ", [](MoeDesc& d) { d.precision = Precision::mxfp8; }},
-           {"activation=geglu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::geglu; }},
-           {"activation=silu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::silu; }},
-           {"bias ", [](MoeDesc& d) { d.bias = true; }},
-           {"pow2_scales ", [](MoeDesc& d) { d.pow2_scales = true; }},
-           {"layout transposed, columns of gate and up in turns, ",
-            [](MoeDesc& d) {
-              d.layout = {GateUpOrder::interleaved, WeightOrientation::transposed};
-            }},
-           {"layout transposed, columns of gate and up in turns, ",
-            [](MoeDesc& d) {
-              d.layout = {GateUpOrder::blocked, WeightOrientation::transposed, 64};
-            }},
-           {"hidden=384 ", [](MoeDesc& d) { d.shape.hidden = 384; }},
-           {"intermediate=128 ", [](MoeDesc& d) { d.shape.intermediate = 128; }},
-           {"experts=641 ", [](MoeDesc& d) { d.shape.experts = 641; }},
-       }) {
+  Refused const of_both[] = {
+      {"activation=geglu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::geglu; }},
+      {"activation=silu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::silu; }},
+      {"bias ", [](MoeDesc& d) { d.bias = true; }},
+      {"layout transposed, columns of gate and up in turns, ",
+       [](MoeDesc& d) { d.layout = {GateUpOrder::interleaved, WeightOrientation::transposed}; }},
+      {"layout transposed, columns of gate and up in turns, ",
+       [](MoeDesc& d) { d.layout = {GateUpOrder::blocked, WeightOrientation::transposed, 64}; }},
+      {"hidden=416 ", [](MoeDesc& d) { d.shape.hidden = 416; }},
+      {"intermediate=96 ", [](MoeDesc& d) { d.shape.intermediate = 96; }},
+      {"experts=641 ", [](MoeDesc& d) { d.shape.experts = 641; }},
+      {"tokens*hidden=",
+       [](MoeDesc& d) {
+         d.shape.tokens = std::int64_t{1} << 24;
+         d.shape.hidden = 8192;
+       }},
+  };
+  auto const expect_refused = [](Refused const& refused, Precision precision) {
     MoeDesc desc = quantised_desc();
+    desc.precision = precision;
     refused.change(desc);
     Status const status = check_supported(desc);
+    std::string const text = status.text();
     EXPECT_EQ(status.code(), StatusCode::unsupported) << refused.text;
-    EXPECT_TRUE(std::string(status.text()).starts_with(refused.text)) << status.text();
-    if (desc.precision != Precision::fp8) continue;
+    EXPECT_TRUE(text.starts_with(refused.text)) << text;
+    char const* const name = precision == Precision::fp8 ? "precision=fp8" : "precision=mxfp8";
+    EXPECT_NE(text.find(name), std::string::npos) << text;
     desc.precision = Precision::native;
     desc.pow2_scales = false;
     EXPECT_TRUE(check_supported(desc).ok()) << refused.text << "is served in native precision";
+  };
+  for (Refused const& refused : of_both) {
+    expect_refused(refused, Precision::fp8);
+    expect_refused(refused, Precision::mxfp8);
   }
+  expect_refused({"pow2_scales ", [](MoeDesc& d) { d.pow2_scales = true; }}, Precision::fp8);
+  expect_refused({"hidden=384 ", [](MoeDesc& d) { d.shape.hidden = 384; }}, Precision::fp8);
+  expect_refused({"intermediate=128 ", [](MoeDesc& d) { d.shape.intermediate = 128; }},
+                 Precision::fp8);
+  expect_refused(
+      {"layout blocked:16 ",
+       [](MoeDesc& d) { d.layout = {GateUpOrder::blocked, WeightOrientation::rows, 16}; }},
+      Precision::mxfp8);
+  expect_refused({"slots*2*intermediate=",
+                  [](MoeDesc& d) {
+                    d.shape.tokens = std::int64_t{1} << 27;
+                    d.shape.intermediate = 384;
+                  }},
+                 Precision::mxfp8);
 }
 
 TEST(CheckSupported, RefusesTheRestWithAReason) {

@@ -11,4 +11,7 @@ constexpr int kMaxChoosingExperts = 32768;
 /// Experts of the fast GEMMs: their offsets lie in shared memory (gemm::kMaxSegments).
 constexpr int kMaxGemmSegments = 640;
 
+/// Tile of operands in MXFP8, whose d and n are multiples of it.
+constexpr int kMxTile = 128;
+
 }  // namespace tessera::cuda

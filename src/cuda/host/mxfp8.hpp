@@ -9,13 +9,12 @@
 
 #include <cstdint>
 
+#include "kernel_limits.hpp"
 #include "projection.hpp"
 #include "tessera/low_precision.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {
-
-constexpr int64_t kMxTile = 128;  // d and n are multiples of it
 
 /// Codes and scales of x: those of tessera::quantise() with QuantiseBlock::row_32, ScaleRule::rceil and
 /// ScaleLayout::matrix, byte for byte.
@@ -65,8 +64,8 @@ struct UpProjectionFwdMxfp8Arguments {
   void const* gmem_w_up_scales;        // (E,2,scale_atom_bytes(n, d/32))
   Activation activation;               // swiglu
   void* gmem_h;                        // (P,2n) e4m3
-  void* gmem_h_scales;                 // (P,2n/32)
   void* gmem_a;                        // (P,n) e4m3
+  void* gmem_h_scales;                 // (P,2n/32)
   void* gmem_a_scales;                 // (P,n/32)
   int64_t rows;                        // P >= R
   int64_t hidden, intermediate;        // d, n: multiples of 128

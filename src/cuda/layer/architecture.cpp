@@ -65,11 +65,17 @@ Status check_joins_gpus(Architecture architecture) noexcept {
       "a layer on one GPU");
 }
 
-Status check_multiplies_codes(Architecture architecture) noexcept {
-  if (architecture == Architecture::sm_90) return {};
-  return Status::unsupported(
-      "precision=fp8 on sm_100a: only kernels of sm_90a multiply codes so far; use precision "
-      "native");
+Status check_multiplies_codes(Architecture architecture, Precision precision) noexcept {
+  bool const is_mxfp8 = precision == Precision::mxfp8,
+             has_mxfp8 = architecture == Architecture::sm_100;
+  if (is_mxfp8 == has_mxfp8) return {};
+  return is_mxfp8
+             ? Status::unsupported(
+                   "precision=mxfp8: Hopper's tensor cores have no blocks of 32; use fp8, native "
+                   "or device cpu")
+             : Status::unsupported(
+                   "precision=fp8 on sm_100a: its kernels multiply codes in blocks of 32 alone; "
+                   "use precision mxfp8 or native");
 }
 
 }  // namespace tessera::cuda

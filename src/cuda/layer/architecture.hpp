@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "tessera/shape.hpp"
 #include "tessera/status.hpp"
 
 namespace tessera::cuda {
@@ -31,7 +32,8 @@ Status check_architecture(int device, char const* name, int major, int minor,
 
 /// Refuses GPUs whose kernels join no others. Errors: unsupported.
 Status check_joins_gpus(Architecture architecture) noexcept;
-/// Refuses GPUs without kernels for operands that are codes. Errors: unsupported.
-Status check_multiplies_codes(Architecture architecture) noexcept;
+/// Refuses GPUs without kernels for operands that are codes of `precision`: fp8 is served on sm_90a, mxfp8 on sm_100a.
+/// Errors: unsupported.
+Status check_multiplies_codes(Architecture architecture, Precision precision) noexcept;
 
 }  // namespace tessera::cuda

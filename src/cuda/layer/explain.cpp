@@ -9,6 +9,7 @@
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/plan.hpp"
 #include "cuda/layer/select.hpp"
+#include "tessera/names.hpp"
 #include "tessera/work.hpp"
 
 namespace tessera::cuda {
@@ -30,15 +31,19 @@ struct Asked {
   std::string on;
 };
 
+/// Says how a GEMM of sm_100a would run.
+std::string sm100_text(Asked const& asked, char const* gemm, bool by_pairs, char const* fused) {
+  return std::string("sm_100a: persistent ") + gemm + ", sums in tensor memory, by " +
+         (by_pairs ? "pairs of CTAs" : "one CTA") + fused + "; " + kUnproven + asked.on;
+}
+
 /// Says how a GEMM of the experts would run.
 template <class Arguments>
 std::string gemm_text(Asked const& asked, Arguments const& args, char const* fused) {
   if (asked.architecture == Architecture::sm_90) {
     return std::string("persistent warp-specialised GEMM") + fused + asked.on;
   }
-  return std::string("sm_100a: persistent GEMM, sums in tensor memory, by ") +
-         (takes_pairs(args, asked.sm_count) ? "pairs of CTAs" : "one CTA") + fused + "; " +
-         kUnproven + asked.on;
+  return sm100_text(asked, "GEMM", takes_pairs(args, asked.sm_count), fused);
 }
 
 OpExplanation explanation(work::OpWork const& work, Refusal const& refusal, std::string fast) {
@@ -54,22 +59,42 @@ OpExplanation explanation(work::OpWork const& work, Refusal const& refusal, std:
   return out;
 }
 
-constexpr char kMemoryBound[] = "bound by its bytes";
-constexpr char kScaledGemm[] = "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128";
-constexpr char kScaledDown[] =
-    "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128; gather, activation, ds and "
-    "codes of dh fused";
-constexpr char kScaledUp[] =
-    "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128; gather, activation and "
-    "codes of h and a fused";
+constexpr char kFusedDown[] = "; gather, activation, ds and codes of dh fused";
+constexpr char kFusedUp[] = "; gather, activation and codes of h and a fused";
 
-/// An op on codes, which has one kernel.
-OpExplanation quantised(work::OpWork const& work, std::string reason) {
-  OpExplanation out = explanation(work, {}, {});
-  out.candidates[0] = {"cuda/fp8", true, std::move(reason)};
-  out.candidates[1] = {"cuda/fast", false, "precision fp8: operands are quantised"};
-  return out;
-}
+/// Ops on codes, each of which has one kernel.
+class QuantisedOps {
+ public:
+  QuantisedOps(MoeDesc const& desc, Asked const& asked) noexcept : desc_(desc), asked_(asked) {}
+
+  /// A kernel that is bound by its bytes; `what`: what it does, with a semicolon behind it, or nothing.
+  [[nodiscard]] OpExplanation copy(work::OpWork const& work, std::string const& what = "") const {
+    std::string const reason = what + "bound by its bytes";
+    return explained(work, is_mxfp8() ? reason + "; " + kUnproven : reason);
+  }
+  [[nodiscard]] OpExplanation gemm(work::OpWork const& work, char const* fused = "") const {
+    bool const by_pairs = takes_pairs_sm100(
+        desc_.num_slots(), static_cast<std::int32_t>(desc_.shape.experts), asked_.sm_count);
+    return explained(
+        work, is_mxfp8() ? sm100_text(asked_, "GEMM of e4m3 with scales of 32", by_pairs, fused)
+                         : std::string(
+                               "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128") +
+                               fused + asked_.on);
+  }
+
+ private:
+  [[nodiscard]] bool is_mxfp8() const { return desc_.precision == Precision::mxfp8; }
+  [[nodiscard]] OpExplanation explained(work::OpWork const& work, std::string reason) const {
+    std::string const precision = name_of(kPrecisionNames, desc_.precision);
+    OpExplanation out = explanation(work, {}, {});
+    out.candidates[0] = {"cuda/" + precision, true, std::move(reason)};
+    out.candidates[1] = {"cuda/fast", false, "precision " + precision + ": operands are quantised"};
+    return out;
+  }
+
+  MoeDesc const& desc_;
+  Asked const& asked_;
+};
 
 void set_gemm(OpExplanation& op, std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k) {
   op.gemm_m = gemm_m;
@@ -148,12 +173,11 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, Asked
   auto const rows = static_cast<double>(desc.num_slots());
   ExpertArguments const experts =
       expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
+  QuantisedOps const quantised(desc, asked);
   if (desc.quantises()) {
-    ops.push_back(quantised(work::quantise_rows(desc), kMemoryBound));
-    if (!desc.weight_codes) {
-      ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
-    }
-    ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
+    ops.push_back(quantised.copy(work::quantise_rows(desc)));
+    if (!desc.weight_codes) ops.push_back(quantised.copy(work::quantise_weights(desc, true)));
+    ops.push_back(quantised.gemm(work::up_projection_fwd(desc, rows), kFusedUp));
   } else {
     bool const few = prefers_gemv(experts.up);
     ops.push_back(
@@ -163,7 +187,7 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, Asked
   }
   set_gemm(ops.back(), mean_rows(desc), desc.up_width() * s.intermediate, s.hidden);
   if (desc.quantises()) {
-    ops.push_back(quantised(work::down_projection_fwd(desc, rows), kScaledGemm + on));
+    ops.push_back(quantised.gemm(work::down_projection_fwd(desc, rows)));
   } else {
     bool const few = prefers_gemv(experts.down);
     ops.push_back(explanation(
@@ -246,30 +270,26 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, Aske
   bool const routed = desc.router.kind != RouterKind::given;
   RouterBackward const router = router_backward_at_nowhere(desc);
   bool const codes = desc.quantises();
+  QuantisedOps const quantised(desc, asked);
   if (codes) {
     bool const h = pass != Pass::backward_weights;
     if (h && desc.save == SavePolicy::x) {
-      if (!desc.weight_codes) {
-        ops.push_back(quantised(work::quantise_weights(desc, false), kMemoryBound));
-      }
-      ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
+      if (!desc.weight_codes) ops.push_back(quantised.copy(work::quantise_weights(desc, false)));
+      ops.push_back(quantised.gemm(work::up_projection_fwd(desc, rows), kFusedUp));
       set_gemm(ops.back(), mean, width, s.hidden);
     }
     if (h) {
-      ops.push_back(quantised(work::quantise_rows(desc), std::string("d_o; ") + kMemoryBound));
-      if (!desc.weight_codes) {
-        ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
-      }
+      ops.push_back(quantised.copy(work::quantise_rows(desc), "d_o; "));
+      if (!desc.weight_codes) ops.push_back(quantised.copy(work::quantise_weights(desc, true)));
     }
     if (pass != Pass::backward_input) {
-      ops.push_back(quantised(
-          work::dequantise_rows(desc),
-          std::string("x8 to bf16, which gradients of weights multiply; ") + kMemoryBound));
+      ops.push_back(quantised.copy(work::dequantise_rows(desc),
+                                   "x8 to bf16, which gradients of weights multiply; "));
     }
   }
   if (pass != Pass::backward_weights) {
     if (codes) {
-      ops.push_back(quantised(work::down_projection_dgrad(desc, rows), kScaledDown + on));
+      ops.push_back(quantised.gemm(work::down_projection_dgrad(desc, rows), kFusedDown));
       set_gemm(ops.back(), mean, s.intermediate, s.hidden);
     } else {
       add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad, architecture),
@@ -287,7 +307,7 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, Aske
           s.tokens, s.hidden, s.experts);
     }
     if (codes) {
-      ops.push_back(quantised(work::up_projection_dgrad(desc, rows), kScaledGemm + on));
+      ops.push_back(quantised.gemm(work::up_projection_dgrad(desc, rows)));
       set_gemm(ops.back(), mean, s.hidden, width);
     } else {
       add(work::up_projection_dgrad(desc, rows),

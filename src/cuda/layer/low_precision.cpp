@@ -6,6 +6,7 @@
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/device.hpp"
+#include "cuda/layer/quantised_kernels.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -15,8 +16,8 @@ constexpr std::int64_t kVector = 8;  // elements of bf16 in 16 bytes
 
 Status refused(char const* name, char const* what) noexcept {
   return Status::unsupported(
-      "%s: %s, and kernels of precision=fp8 copy 16 bytes at a time; copy it into contiguous, "
-      "aligned memory",
+      "%s: %s, and kernels of precision fp8 and mxfp8 copy 16 bytes at a time; copy it into "
+      "contiguous, aligned memory",
       name, what);
 }
 
@@ -64,6 +65,16 @@ Status check_weights(MoeDesc const& desc, ExpertWeights const& weights,
   return desc.weight_codes ? check_codes(codes) : check_weights(desc, weights);
 }
 
+/// Checks what forward leaves to backward; kernels of mxfp8 read words of scales.
+template <class Args>
+Status check_saved(MoeDesc const& desc, Args const& args) noexcept {
+  TESSERA_TRY(check_base("x8", args.x8.data));
+  TESSERA_TRY(check_base("h", args.h.data));
+  if (desc.precision != Precision::mxfp8) return {};
+  TESSERA_TRY(check_base("x_scale", args.x_scale.data));
+  return check_base("h_scale", args.h_scale.data);
+}
+
 std::int32_t experts_of(MoeDesc const& desc) noexcept {
   return static_cast<std::int32_t>(desc.shape.experts);
 }
@@ -72,55 +83,51 @@ std::int32_t const* gather_index(MoeDesc const& desc, RoutingView const& tables)
   return desc.grouping == RowGrouping::slots ? tables.gather_index : nullptr;
 }
 
-/// Codes with their scales.
-struct Codes {
-  void* gmem_codes = nullptr;
-  float* gmem_scales = nullptr;
-};
 template <class AnyTensor>
 Codes codes_of(AnyTensor const& codes, AnyTensor const& scales) noexcept {
   return {const_cast<void*>(static_cast<void const*>(codes.data)),
-          const_cast<float*>(static_cast<float const*>(scales.data))};
+          Scales(const_cast<void*>(static_cast<void const*>(scales.data)))};
 }
 Codes codes_of(CodesRegion const& region, std::byte* base) noexcept {
-  return {region.codes.in(base), region.scales.in(base)};
+  return {region.codes.in(base), Scales(region.scales.in(base))};
+}
+
+void add_quantised(char const* op, MoeDesc const& desc, QuantisedMatrices const& matrices,
+                   Sequence& sequence) noexcept {
+  sequence.add(op, [&](cudaStream_t stream) {
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.quantise_weights(matrices, desc.pow2_scales, stream);
+    });
+  });
 }
 
 /// w_up [E,w*n,d], w the matrices of an expert's first projection: its codes, and those of its transpose; a place that
 /// is null is not written.
 void add_quantised_up(MoeDesc const& desc, WeightViews const& views, Codes const& to,
                       Codes const& to_transposed, Sequence& sequence) noexcept {
-  sequence.add("quantise w_up", [&](cudaStream_t stream) {
-    return launch_quantise_weights({.w = {views.w_up[0], views.w_up[1]},
-                                    .rows = desc.shape.intermediate,
-                                    .width = desc.shape.hidden,
-                                    .halves = static_cast<std::int32_t>(desc.up_width()),
-                                    .experts = experts_of(desc),
-                                    .pow2 = desc.pow2_scales,
-                                    .gmem_codes = to.gmem_codes,
-                                    .gmem_codes_t = to_transposed.gmem_codes,
-                                    .gmem_scales = to.gmem_scales,
-                                    .gmem_scales_t = to_transposed.gmem_scales},
-                                   stream);
-  });
+  add_quantised("quantise w_up", desc,
+                {.w = {views.w_up[0], views.w_up[1]},
+                 .rows = desc.shape.intermediate,
+                 .width = desc.shape.hidden,
+                 .halves = static_cast<std::int32_t>(desc.up_width()),
+                 .experts = experts_of(desc),
+                 .to = to,
+                 .to_transposed = to_transposed},
+                sequence);
 }
 
 /// The same of w_down [E,d,n].
 void add_quantised_down(MoeDesc const& desc, WeightRows const& w_down, Codes const& to,
                         Codes const& to_transposed, Sequence& sequence) noexcept {
-  sequence.add("quantise w_down", [&](cudaStream_t stream) {
-    return launch_quantise_weights({.w = {w_down},
-                                    .rows = desc.shape.hidden,
-                                    .width = desc.shape.intermediate,
-                                    .halves = 1,
-                                    .experts = experts_of(desc),
-                                    .pow2 = desc.pow2_scales,
-                                    .gmem_codes = to.gmem_codes,
-                                    .gmem_codes_t = to_transposed.gmem_codes,
-                                    .gmem_scales = to.gmem_scales,
-                                    .gmem_scales_t = to_transposed.gmem_scales},
-                                   stream);
-  });
+  add_quantised("quantise w_down", desc,
+                {.w = {w_down},
+                 .rows = desc.shape.hidden,
+                 .width = desc.shape.intermediate,
+                 .halves = 1,
+                 .experts = experts_of(desc),
+                 .to = to,
+                 .to_transposed = to_transposed},
+                sequence);
 }
 
 /// w_up, or w_down, along rows as forward reads them: the call's codes, or those that are made into `own`.
@@ -141,7 +148,7 @@ Codes forward_down(MoeDesc const& desc, ExpertWeights const& weights, WeightCode
 Codes with_turned_scales(char const* op, ConstTensor const& codes,
                          TurnScalesArguments const& scales, Sequence& sequence) noexcept {
   sequence.add(op, [&](cudaStream_t stream) { return launch_turn_scales(scales, stream); });
-  return {const_cast<void*>(codes.data), scales.gmem_scales_t};
+  return {const_cast<void*>(codes.data), Scales(scales.gmem_scales_t)};
 }
 Codes backward_up(MoeDesc const& desc, MoeBackwardArgs const& args, Codes const& own,
                   Sequence& sequence) noexcept {
@@ -182,15 +189,11 @@ Codes backward_down(MoeDesc const& desc, MoeBackwardArgs const& args, Codes cons
 void add_quantised_rows(char const* op, MoeDesc const& desc, MatrixRows const& rows,
                         Codes const& to, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
+  MatrixRows const x{rows.gmem, s.tokens, s.tokens > 1 ? rows.pitch : s.hidden};
   sequence.add(op, [&](cudaStream_t stream) {
-    return launch_quantise_rows({.gmem_x = rows.gmem,
-                                 .rows = s.tokens,
-                                 .width = s.hidden,
-                                 .pitch = s.tokens > 1 ? rows.pitch : s.hidden,
-                                 .pow2 = desc.pow2_scales,
-                                 .gmem_codes = to.gmem_codes,
-                                 .gmem_scales = to.gmem_scales},
-                                stream);
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.quantise_rows(x, s.hidden, desc.pow2_scales, to, stream);
+    });
   });
 }
 
@@ -211,23 +214,25 @@ void add_up_projection(MoeDesc const& desc, RoutingView const& tables, Codes con
   MoeShape const& s = desc.shape;
   if (desc.num_slots() == 0) return;
   sequence.add("up_projection_fwd", [&](cudaStream_t stream) {
-    return launch_up_projection_fwd_e4m3({.gmem_x = x.gmem_codes,
-                                          .gmem_x_scales = x.gmem_scales,
-                                          .gmem_gather_index = gather_index(desc, tables),
-                                          .gmem_expert_offsets = tables.expert_offsets,
-                                          .gmem_w_up = w_up.gmem_codes,
-                                          .gmem_w_up_scales = w_up.gmem_scales,
-                                          .activation = desc.activation,
-                                          .gmem_h = h.gmem_codes,
-                                          .gmem_a = a.gmem_codes,
-                                          .gmem_h_scales = h.gmem_scales,
-                                          .gmem_a_scales = a.gmem_scales,
-                                          .rows = desc.num_slots(),
-                                          .hidden = s.hidden,
-                                          .intermediate = s.intermediate,
-                                          .experts = experts_of(desc),
-                                          .gmem_tile_counter = gmem_tile_counter},
-                                         sequence.device().sm_count(), stream);
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.up_projection_fwd({.gmem_x = x.gmem_codes,
+                                        .gmem_x_scales = x.gmem_scales,
+                                        .gmem_gather_index = gather_index(desc, tables),
+                                        .gmem_expert_offsets = tables.expert_offsets,
+                                        .gmem_w_up = w_up.gmem_codes,
+                                        .gmem_w_up_scales = w_up.gmem_scales,
+                                        .activation = desc.activation,
+                                        .gmem_h = h.gmem_codes,
+                                        .gmem_a = a.gmem_codes,
+                                        .gmem_h_scales = h.gmem_scales,
+                                        .gmem_a_scales = a.gmem_scales,
+                                        .rows = desc.num_slots(),
+                                        .hidden = s.hidden,
+                                        .intermediate = s.intermediate,
+                                        .experts = experts_of(desc),
+                                        .gmem_tile_counter = gmem_tile_counter},
+                                       sequence.device().sm_count(), stream);
+    });
   });
 }
 
@@ -235,18 +240,16 @@ void add_up_projection(MoeDesc const& desc, RoutingView const& tables, Codes con
 
 Status check_quantised(Architecture architecture, MoeDesc const& desc,
                        MoeForwardArgs const& args) noexcept {
-  TESSERA_TRY(check_multiplies_codes(architecture));
+  TESSERA_TRY(check_multiplies_codes(architecture, desc.precision));
   TESSERA_TRY(check_rows("x", matrix_rows(args.x)));
-  TESSERA_TRY(check_base("x8", args.x8.data));
-  TESSERA_TRY(check_base("h", args.h.data));
+  TESSERA_TRY(check_saved(desc, args));
   return check_weights(desc, args.weights, args.weight_codes);
 }
 
 Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwardArgs const& args,
                        Pass pass) noexcept {
-  TESSERA_TRY(check_multiplies_codes(architecture));
-  TESSERA_TRY(check_base("x8", args.x8.data));
-  TESSERA_TRY(check_base("h", args.h.data));
+  TESSERA_TRY(check_multiplies_codes(architecture, desc.precision));
+  TESSERA_TRY(check_saved(desc, args));
   TESSERA_TRY(check_base("dh", args.dh.data));
   TESSERA_TRY(check_base("a_scaled", args.a_scaled.data));
   if (pass == Pass::backward_weights) return {};
@@ -268,7 +271,8 @@ void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
       forward_down(desc, args.weights, args.weight_codes, codes_of(plan.w_down, base), sequence);
   if (args.h_scale.present()) {  // of rows that no expert has, and of the padding
     sequence.add("h_scale", [&](cudaStream_t stream) {
-      std::size_t const bytes = sizeof(float) * static_cast<std::size_t>(args.h_scale.elements());
+      std::size_t const bytes =
+          dtype_bytes(args.h_scale.dtype) * static_cast<std::size_t>(args.h_scale.elements());
       return bytes == 0 ? cudaSuccess : cudaMemsetAsync(args.h_scale.data, 0, bytes, stream);
     });
   }
@@ -276,19 +280,21 @@ void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
   add_up_projection(desc, tables, x8, w_up, h8, a8, gmem_counters + kUpProjectionCounter, sequence);
   if (desc.num_slots() == 0) return;
   sequence.add("down_projection_fwd", [&](cudaStream_t stream) {
-    return launch_down_projection_fwd_e4m3(
-        {.gmem_a = a8.gmem_codes,
-         .gmem_a_scales = a8.gmem_scales,
-         .gmem_expert_offsets = tables.expert_offsets,
-         .gmem_w_down = w_down.gmem_codes,
-         .gmem_w_down_scales = w_down.gmem_scales,
-         .gmem_y = gmem_y,
-         .rows = desc.num_slots(),
-         .hidden = s.hidden,
-         .intermediate = s.intermediate,
-         .experts = experts_of(desc),
-         .gmem_tile_counter = gmem_counters + kDownProjectionCounter},
-        sequence.device().sm_count(), stream);
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.down_projection_fwd(
+          {.gmem_a = a8.gmem_codes,
+           .gmem_a_scales = a8.gmem_scales,
+           .gmem_expert_offsets = tables.expert_offsets,
+           .gmem_w_down = w_down.gmem_codes,
+           .gmem_w_down_scales = w_down.gmem_scales,
+           .gmem_y = gmem_y,
+           .rows = desc.num_slots(),
+           .hidden = s.hidden,
+           .intermediate = s.intermediate,
+           .experts = experts_of(desc),
+           .gmem_tile_counter = gmem_counters + kDownProjectionCounter},
+          sequence.device().sm_count(), stream);
+    });
   });
 }
 
@@ -311,28 +317,30 @@ void add_quantised_down_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
   Codes const w_down_t = backward_down(desc, args, codes_of(plan.w_down_t, base), sequence);
   if (like.rows == 0) return;
   sequence.add("down_projection_dgrad", [&](cudaStream_t stream) {
-    return launch_down_projection_dgrad_e4m3({.gmem_d_o = d_o.gmem_codes,
-                                              .gmem_d_o_scales = d_o.gmem_scales,
-                                              .gmem_gather_index = like.gmem_gather_index,
-                                              .gmem_expert_offsets = like.gmem_expert_offsets,
-                                              .gmem_w_down_t = w_down_t.gmem_codes,
-                                              .gmem_w_down_t_scales = w_down_t.gmem_scales,
-                                              .gmem_scores = like.gmem_scores,
-                                              .gmem_sort_permutation = like.gmem_sort_permutation,
-                                              .gmem_h = h.gmem_codes,
-                                              .gmem_h_scales = h.gmem_scales,
-                                              .activation = like.activation,
-                                              .gmem_dh = like.gmem_dh,
-                                              .gmem_dh8 = dh.gmem_codes,
-                                              .gmem_dh8_scales = dh.gmem_scales,
-                                              .gmem_a_scaled = like.gmem_a_scaled,
-                                              .gmem_ds_partials = like.gmem_ds_partials,
-                                              .rows = like.rows,
-                                              .hidden = s.hidden,
-                                              .intermediate = s.intermediate,
-                                              .experts = like.experts,
-                                              .gmem_tile_counter = like.gmem_tile_counter},
-                                             sequence.device().sm_count(), stream);
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.down_projection_dgrad({.gmem_d_o = d_o.gmem_codes,
+                                            .gmem_d_o_scales = d_o.gmem_scales,
+                                            .gmem_gather_index = like.gmem_gather_index,
+                                            .gmem_expert_offsets = like.gmem_expert_offsets,
+                                            .gmem_w_down_t = w_down_t.gmem_codes,
+                                            .gmem_w_down_t_scales = w_down_t.gmem_scales,
+                                            .gmem_scores = like.gmem_scores,
+                                            .gmem_sort_permutation = like.gmem_sort_permutation,
+                                            .gmem_h = h.gmem_codes,
+                                            .gmem_h_scales = h.gmem_scales,
+                                            .activation = like.activation,
+                                            .gmem_dh = like.gmem_dh,
+                                            .gmem_dh8 = dh.gmem_codes,
+                                            .gmem_dh8_scales = dh.gmem_scales,
+                                            .gmem_a_scaled = like.gmem_a_scaled,
+                                            .gmem_ds_partials = like.gmem_ds_partials,
+                                            .rows = like.rows,
+                                            .hidden = s.hidden,
+                                            .intermediate = s.intermediate,
+                                            .experts = like.experts,
+                                            .gmem_tile_counter = like.gmem_tile_counter},
+                                           sequence.device().sm_count(), stream);
+    });
   });
 }
 
@@ -344,25 +352,27 @@ void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
   Codes const w_up_t = backward_up(desc, args, codes_of(plan.w_up_t, base), sequence);
   if (like.rows == 0) return;
   sequence.add("up_projection_dgrad", [&](cudaStream_t stream) {
-    return launch_up_projection_dgrad_e4m3({.gmem_dh = dh.gmem_codes,
-                                            .gmem_dh_scales = dh.gmem_scales,
-                                            .gmem_expert_offsets = like.gmem_expert_offsets,
-                                            .gmem_w_up_t = w_up_t.gmem_codes,
-                                            .gmem_w_up_t_scales = w_up_t.gmem_scales,
-                                            .gmem_dx_rows = like.gmem_dx_rows,
-                                            .rows = like.rows,
-                                            .hidden = s.hidden,
-                                            .intermediate = s.intermediate,
-                                            .experts = like.experts,
-                                            .gmem_tile_counter = like.gmem_tile_counter},
-                                           sequence.device().sm_count(), stream);
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.up_projection_dgrad({.gmem_dh = dh.gmem_codes,
+                                          .gmem_dh_scales = dh.gmem_scales,
+                                          .gmem_expert_offsets = like.gmem_expert_offsets,
+                                          .gmem_w_up_t = w_up_t.gmem_codes,
+                                          .gmem_w_up_t_scales = w_up_t.gmem_scales,
+                                          .gmem_dx_rows = like.gmem_dx_rows,
+                                          .rows = like.rows,
+                                          .hidden = s.hidden,
+                                          .intermediate = s.intermediate,
+                                          .experts = like.experts,
+                                          .gmem_tile_counter = like.gmem_tile_counter},
+                                         sequence.device().sm_count(), stream);
+    });
   });
 }
 
 Status quantise_weights(DeviceContext const& device, MoeDesc const& desc,
                         ExpertWeights const& weights, QuantisedWeights const& out,
                         Stream stream) noexcept {
-  TESSERA_TRY(check_multiplies_codes(device.architecture()));
+  TESSERA_TRY(check_multiplies_codes(device.architecture(), desc.precision));
   TESSERA_TRY(check_weights(desc, weights));
   TESSERA_TRY(check_codes(out));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
@@ -381,15 +391,9 @@ void add_dequantised_x(MoeDesc const& desc, MoeBackwardArgs const& args, void* g
   MoeShape const& s = desc.shape;
   Codes const x8 = codes_of(args.x8, args.x_scale);
   sequence.add("dequantise x", [&](cudaStream_t stream) {
-    return launch_dequantise_rows({.gmem_codes = x8.gmem_codes,
-                                   .gmem_scales = x8.gmem_scales,
-                                   .row_step = s.hidden / kScaleBlock,
-                                   .block_step = 1,
-                                   .rows = s.tokens,
-                                   .width = s.hidden,
-                                   .gmem_num_rows = nullptr,
-                                   .gmem_values = gmem_x},
-                                  stream);
+    return with_kernels(desc, [&](auto kernels) {
+      return kernels.dequantise_rows(x8, s.tokens, s.hidden, gmem_x, stream);
+    });
   });
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of a layer whose operands are quantised (Precision::fp8), from the tensors of a call: projections and
-// gradients of activations multiply codes; gradients of weights multiply bf16, x^ made of the codes that forward saved.
+// The ops of a layer whose operands are quantised (Precision::fp8 and mxfp8), from the tensors of a call: projections
+// and gradients of activations multiply codes, by the kernels of quantised_kernels.hpp; gradients of weights multiply
+// bf16, x^ made of the codes that forward saved.
 #pragma once
 
 #include "cuda/host/low_precision.hpp"
@@ -10,8 +11,8 @@
 
 namespace tessera::cuda {
 
-/// Refuses architectures without kernels for codes, and tensors whose addresses or strides are no multiples of 16
-/// bytes. Errors: unsupported.
+/// Refuses architectures without kernels for codes of the precision, and tensors whose addresses or strides are no
+/// multiples of 16 bytes. Errors: unsupported.
 Status check_quantised(Architecture architecture, MoeDesc const& desc,
                        MoeForwardArgs const& args) noexcept;
 Status check_quantised(Architecture architecture, MoeDesc const& desc, MoeBackwardArgs const& args,

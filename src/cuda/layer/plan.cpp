@@ -19,6 +19,8 @@
 namespace tessera::cuda {
 namespace {
 
+constexpr std::int64_t kFp32Bytes = 4;
+
 ChoicePlan plan_choice(MoeDesc const& desc, core::WorkspacePlan& plan) noexcept {
   ChoicePlan out;
   if (!desc.rounds_tokens() && !desc.experts_choose()) return out;
@@ -42,13 +44,16 @@ std::int64_t metadata_bytes(MoeDesc const& desc) noexcept {
   return static_cast<std::int64_t>(bytes);
 }
 
-/// Codes of `rows` rows of one behind the other; sorted rows have their scales in columns.
-CodesRegion plan_codes(std::int64_t rows, std::int64_t width, bool is_sorted,
+bool is_mxfp8(MoeDesc const& desc) noexcept { return desc.precision == Precision::mxfp8; }
+
+/// Codes of `rows` rows of one behind the other. Scales of fp8 lie in columns where rows are sorted.
+CodesRegion plan_codes(MoeDesc const& desc, std::int64_t rows, std::int64_t width, bool is_sorted,
                        core::WorkspacePlan& plan) noexcept {
-  std::int64_t const scale_rows = is_sorted ? padded_scale_rows(rows) : rows;
   CodesRegion out;
   out.codes = plan.add<std::uint8_t>(rows * width);
-  out.scales = plan.add<float>(scale_rows * (width / kScaleBlock));
+  std::int64_t const scale_rows = is_sorted && !is_mxfp8(desc) ? padded_scale_rows(rows) : rows;
+  std::int64_t const scales = scale_rows * (width / desc.scale_block());
+  out.scales = plan.add<std::byte>(is_mxfp8(desc) ? scales : kFp32Bytes * scales);
   return out;
 }
 
@@ -58,7 +63,9 @@ CodesRegion plan_weight(MoeDesc const& desc, std::int64_t rows, std::int64_t wid
   std::int64_t const experts = desc.shape.experts;
   CodesRegion out;
   if (!desc.weight_codes) out.codes = plan.add<std::uint8_t>(experts * rows * width);
-  out.scales = plan.add<float>(experts * (rows / kScaleBlock) * (width / kScaleBlock));
+  out.scales = plan.add<std::byte>(
+      experts * (is_mxfp8(desc) ? scale_atom_bytes(rows, width / desc.scale_block())
+                                : kFp32Bytes * (rows / kScaleBlock) * (width / kScaleBlock)));
   return out;
 }
 
@@ -72,7 +79,7 @@ void plan_codes_of_dgrads(MoeDesc const& desc, core::WorkspacePlan& plan,
                           BackwardPlan& out) noexcept {
   MoeShape const& s = desc.shape;
   core::WorkspacePlan first, second;
-  out.d_o8 = plan_codes(s.tokens, s.hidden, false, first);
+  out.d_o8 = plan_codes(desc, s.tokens, s.hidden, false, first);
   out.w_down_t = plan_weight(desc, s.intermediate, s.hidden, first);
   out.w_up_t = plan_weight(desc, s.hidden, desc.up_width() * s.intermediate, second);
   std::size_t const place =
@@ -104,7 +111,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   bool const quantises = desc.quantises();
   if (quantises) {
-    out.a8 = plan_codes(slots, s.intermediate, true, plan);
+    out.a8 = plan_codes(desc, slots, s.intermediate, true, plan);
     if (!desc.weight_codes) out.w_down = plan_weight(desc, s.hidden, s.intermediate, plan);
   } else {
     out.a = plan.add<std::uint16_t>(slots * s.intermediate);
@@ -124,7 +131,8 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   }
   out.choice = plan_choice(desc, before_y);
   if (quantises) {  // up_projection_fwd is their last reader
-    if (desc.save == SavePolicy::none) out.x8 = plan_codes(s.tokens, s.hidden, false, before_y);
+    if (desc.save == SavePolicy::none)
+      out.x8 = plan_codes(desc, s.tokens, s.hidden, false, before_y);
     if (!desc.weight_codes) {
       out.w_up = plan_weight(desc, desc.up_width() * s.intermediate, s.hidden, before_y);
     }
@@ -185,7 +193,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
     }
     std::int64_t const width = desc.up_width() * n;
     if (quantises) {
-      if (!desc.overwrite_h) out.h8 = out.dh8 = plan_codes(slots, width, true, plan);
+      if (!desc.overwrite_h) out.h8 = out.dh8 = plan_codes(desc, slots, width, true, plan);
       plan_codes_of_dgrads(desc, plan, out);
     }
     if (quantises && desc.save == SavePolicy::x && !desc.weight_codes) {

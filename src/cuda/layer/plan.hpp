@@ -52,10 +52,10 @@ struct ChoicePlan {
   core::Region<std::byte> workspace;  ///< choose_tokens_workspace_bytes
 };
 
-/// Codes of e4m3 and their fp32 scales, a 32nd of them.
+/// Codes of e4m3 and their scales, fp32 or e8m0 as the precision has them.
 struct CodesRegion {
   core::Region<std::uint8_t> codes;
-  core::Region<float> scales;
+  core::Region<std::byte> scales;
 };
 
 struct ForwardPlan {

@@ -32,58 +32,77 @@ Status check_router(MoeDesc const& desc) noexcept {
 // The kernels that multiply codes hold segments in shared memory, and sizes in 32 bits.
 constexpr std::int64_t kMaxQuantisedRows = std::int64_t{1} << 30;
 constexpr std::int64_t kMaxQuantisedColumns = std::int64_t{1} << 22;
-constexpr std::int64_t kMaxGathered = std::int64_t{1} << 36;  // elements of x
-constexpr std::int64_t kQuantisedTile = 256;                  // sizes of which such layers have run
+constexpr std::int64_t kMaxGathered = std::int64_t{1} << 36;  // elements of a matrix whose rows are
+constexpr std::int64_t kFp8Tile = 256;                        // sizes of which such layers have run
+constexpr std::int64_t kMxRows = 32;  // that lie side by side where a layout has blocks of rows
 
-Status at_most(char const* name, std::int64_t value, std::int64_t limit) noexcept {
+Status at_most(char const* name, std::int64_t value, std::int64_t limit,
+               char const* precision) noexcept {
   if (value <= limit) return {};
   return Status::unsupported(
-      "%s=%lld with precision=fp8: the CUDA backend serves up to %lld; use precision native", name,
-      static_cast<long long>(value), static_cast<long long>(limit));
+      "%s=%lld with precision=%s: the CUDA backend serves up to %lld; use precision native", name,
+      static_cast<long long>(value), precision, static_cast<long long>(limit));
 }
 
-/// Refuses what the kernels of quantised operands do not compute.
-Status check_precision(MoeDesc const& desc) noexcept {
-  if (desc.precision == Precision::mxfp8) {
+/// Refuses weights of which the quantisers read no lines.
+Status check_quantised_layout(WeightLayout const& layout, Precision precision,
+                              char const* name) noexcept {
+  bool const is_blocked = layout.order == GateUpOrder::blocked;
+  bool const in_turns = layout.order == GateUpOrder::interleaved || is_blocked;
+  if (layout.orientation == WeightOrientation::transposed && in_turns) {
     return Status::unsupported(
-        "precision=mxfp8: Hopper's tensor cores have no blocks of 32; use fp8, native or device "
-        "cpu");
+        "layout transposed, columns of gate and up in turns, with precision=%s: the CUDA backend "
+        "reads no such columns; use another layout or precision native",
+        name);
   }
+  if (precision == Precision::mxfp8 && is_blocked && layout.block % kMxRows != 0) {
+    return Status::unsupported(
+        "layout blocked:%lld with precision=mxfp8: the CUDA backend reads blocks of a multiple of "
+        "%lld rows; use another layout or precision native",
+        static_cast<long long>(layout.block), static_cast<long long>(kMxRows));
+  }
+  return {};
+}
+
+/// Refuses what the kernels of quantised operands do not compute, those of fp8 on sm_90a and of mxfp8 on sm_100a.
+Status check_precision(MoeDesc const& desc) noexcept {
+  char const* const precision = name_of(kPrecisionNames, desc.precision);
+  bool const is_mxfp8 = desc.precision == Precision::mxfp8;
   if (desc.activation.kind != ActivationKind::swiglu) {
     return Status::unsupported(
-        "activation=%s with precision=fp8: the CUDA backend serves swiglu; use precision native",
-        name_of(kActivationNames, desc.activation.kind));
+        "activation=%s with precision=%s: the CUDA backend serves swiglu; use precision native",
+        name_of(kActivationNames, desc.activation.kind), precision);
   }
   if (desc.bias) {
     return Status::unsupported(
-        "bias with precision=fp8: the CUDA backend adds none to such products; use precision "
-        "native");
+        "bias with precision=%s: the CUDA backend adds none to such products; use precision "
+        "native",
+        precision);
   }
   if (desc.pow2_scales) {
     return Status::unsupported(
         "pow2_scales with precision=fp8: the CUDA backend makes fp32 scales; leave it out");
   }
-  bool const in_turns =
-      desc.layout.order == GateUpOrder::interleaved || desc.layout.order == GateUpOrder::blocked;
-  if (desc.layout.orientation == WeightOrientation::transposed && in_turns) {
-    return Status::unsupported(
-        "layout transposed, columns of gate and up in turns, with precision=fp8: the CUDA backend "
-        "reads no such columns; use another layout or precision native");
-  }
+  TESSERA_TRY(check_quantised_layout(desc.layout, desc.precision, precision));
   MoeShape const& s = desc.shape;
+  std::int64_t const tile = is_mxfp8 ? kMxTile : kFp8Tile;
   for (auto const& [name, value] :
        {std::pair{"hidden", s.hidden}, std::pair{"intermediate", s.intermediate}}) {
-    if (value % kQuantisedTile == 0) continue;
+    if (value % tile == 0) continue;
     return Status::unsupported(
-        "%s=%lld with precision=fp8: the CUDA backend needs a multiple of %lld; pad it or use "
+        "%s=%lld with precision=%s: the CUDA backend needs a multiple of %lld; pad it or use "
         "precision native",
-        name, static_cast<long long>(value), static_cast<long long>(kQuantisedTile));
+        name, static_cast<long long>(value), precision, static_cast<long long>(tile));
   }
-  TESSERA_TRY(at_most("experts", s.experts, kMaxGemmSegments));
-  TESSERA_TRY(at_most("slots", desc.num_slots(), kMaxQuantisedRows));
-  TESSERA_TRY(at_most("hidden", s.hidden, kMaxQuantisedColumns));
-  TESSERA_TRY(at_most("intermediate", s.intermediate, kMaxQuantisedColumns));
-  return at_most("tokens*hidden", s.tokens * s.hidden, kMaxGathered);
+  TESSERA_TRY(at_most("experts", s.experts, kMaxGemmSegments, precision));
+  TESSERA_TRY(at_most("slots", desc.num_slots(), kMaxQuantisedRows, precision));
+  TESSERA_TRY(at_most("hidden", s.hidden, kMaxQuantisedColumns, precision));
+  TESSERA_TRY(at_most("intermediate", s.intermediate, kMaxQuantisedColumns, precision));
+  if (is_mxfp8) {  // rows of dh are gathered too
+    TESSERA_TRY(at_most("slots*2*intermediate", desc.num_slots() * 2 * s.intermediate, kMaxGathered,
+                        precision));
+  }
+  return at_most("tokens*hidden", s.tokens * s.hidden, kMaxGathered, precision);
 }
 
 }  // namespace

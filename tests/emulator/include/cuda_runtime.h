@@ -128,6 +128,12 @@ T __shfl_sync(unsigned, T value, int lane, TESSERA_EMULATOR_SITE) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+// Among `width` neighbours.
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane, int width, TESSERA_EMULATOR_SITE) {
+  int const own = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(mask, value, own / width * width + lane % width, file, line);
+}
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int by, TESSERA_EMULATOR_SITE) {
   int const lane = static_cast<int>(threadIdx.x % 32);

@@ -3,15 +3,6 @@
 // dropped, experts that were added, tokens with no slot or more than a warp has lanes, padding, slots of no token.
 #include <gtest/gtest.h>
 
-#include <cuda_runtime.h>
-
-// Exchanges among neighbours, which functions that both kernels of dlogits share name too.
-template <class T>
-T __shfl_sync(unsigned mask, T value, int lane, int width, TESSERA_EMULATOR_SITE) {
-  int const own = static_cast<int>(threadIdx.x % 32);
-  return __shfl_sync(mask, value, own / width * width + lane % width, file, line);
-}
-
 #include "cuda/kernels/router_dlogits_rounded.cuh"
 
 #include <algorithm>

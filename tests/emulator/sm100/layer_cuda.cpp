@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/emulator/sm100/layer_cuda.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include <cuda_bf16.h>
@@ -27,10 +29,17 @@ cudaError_t behind_the_stream() {
   return cudaErrorLaunchFailure;
 }
 
+// Of a token: first, end.
+std::pair<std::int64_t, std::int64_t> slots_of(std::int64_t token, std::int32_t const* offsets,
+                                               std::int64_t top_k) {
+  if (offsets == nullptr) return {token * top_k, (token + 1) * top_k};
+  return {offsets[token], offsets[token + 1]};
+}
+
 }  // namespace
 
 void start_played_cuda(PlayedGpu const& gpu) { played = gpu; }
-std::string finish() { return emulator::run({.seed = 7, .burst = 4}); }
+std::string finish() { return emulator::run({.seed = played.seed, .burst = 4}); }
 
 // Neutral kernels.
 
@@ -46,6 +55,11 @@ cudaError_t launch_given_slots(GivenSlots const& args, cudaStream_t) {
 cudaError_t launch_metadata(MetadataArguments const& args, cudaStream_t) {
   if (cudaError_t const error = behind_the_stream(); error != cudaSuccess) return error;
   auto const* const ids = static_cast<std::int32_t const*>(args.gmem_ids);
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(args.slots));
+  for (std::int32_t token = 0; token < args.tokens; ++token) {
+    auto const [first, end] = slots_of(token, args.gmem_token_offsets, args.top_k);
+    std::fill(tokens.begin() + first, tokens.begin() + end, token);
+  }
   std::int32_t row = 0;
   for (std::int64_t slot = 0; slot < args.slots; ++slot) {
     args.gmem_inverse_permutation[slot] = args.gmem_sort_permutation[slot] = -1;
@@ -56,7 +70,7 @@ cudaError_t launch_metadata(MetadataArguments const& args, cudaStream_t) {
     for (std::int32_t slot = 0; slot < args.slots; ++slot) {
       if (ids[slot] != expert) continue;
       args.gmem_sort_permutation[row] = slot;
-      args.gmem_gather_index[row] = slot / args.top_k;
+      args.gmem_gather_index[row] = tokens[static_cast<std::size_t>(slot)];
       args.gmem_inverse_permutation[slot] = row++;
     }
   }
@@ -75,7 +89,8 @@ cudaError_t launch_aggregate<__nv_bfloat16>(AggregateArguments const& args, cuda
     for (std::int64_t c = 0; c < args.hidden; ++c) {
       Bits& out = o[token * args.o_pitch + c];
       float sum = args.adds_to_o ? emulator::widen(out) : 0.0f;
-      for (std::int64_t slot = token * args.top_k; slot < (token + 1) * args.top_k; ++slot) {
+      auto const [first, end] = slots_of(token, args.gmem_token_offsets, args.top_k);
+      for (std::int64_t slot = first; slot < end; ++slot) {
         std::int64_t const row = args.gmem_inverse_permutation[slot];
         if (row < 0) continue;
         float const score = args.gmem_scores != nullptr ? args.gmem_scores[slot] : 1.0f;

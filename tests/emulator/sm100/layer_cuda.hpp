@@ -4,6 +4,7 @@
 // GEMM, of sm_90 or the plain twin, makes the call fail: so a call that passes has taken those of sm_100a.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include <cuda_runtime_api.h>
@@ -13,6 +14,7 @@ namespace tessera::cuda {
 struct PlayedGpu {
   int major;  // compute capability
   int sm_count;
+  std::uint64_t seed = 7;  // of the order in which things happen
 };
 void start_played_cuda(PlayedGpu const& gpu);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What else the layer's tables of kernels name: a layer whose ids are given takes none of it, be it of sm_100a or, with
-// TESSERA_EMULATED_E4M3, one that quantises.
+// What else the layer's tables of kernels name: a program takes none of it but what it defines, in whose place these
+// definitions, which are weak, do not come.
 #include <cstdio>
 
 #include <cuda_bf16.h>
@@ -10,8 +10,10 @@
 #include "cuda/host/choose_tokens.hpp"
 #include "cuda/host/low_precision.hpp"
 #include "cuda/host/metadata.hpp"
+#include "cuda/host/mxfp8.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
+#include "cuda/host/projection_sm100.hpp"
 #include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/host/router_dlogits_rounded.hpp"
@@ -28,22 +30,32 @@ cudaError_t never(char const* kernel) {
 }
 
 #define NEVER(kernel, Arguments) \
-  cudaError_t kernel(Arguments const&, cudaStream_t) { return never(#kernel); }
+  [[gnu::weak]] cudaError_t kernel(Arguments const&, cudaStream_t) { return never(#kernel); }
 #define NEVER_ON_SMS(kernel, Arguments) \
-  cudaError_t kernel(Arguments const&, int, cudaStream_t) { return never(#kernel); }
+  [[gnu::weak]] cudaError_t kernel(Arguments const&, int, cudaStream_t) { return never(#kernel); }
 
-#ifndef TESSERA_EMULATED_E4M3
 NEVER_ON_SMS(launch_down_projection_dgrad_e4m3, DownProjectionDgradE4m3Arguments)
 NEVER_ON_SMS(launch_down_projection_fwd_e4m3, DownProjectionFwdE4m3Arguments)
 NEVER_ON_SMS(launch_up_projection_dgrad_e4m3, UpProjectionDgradE4m3Arguments)
 NEVER_ON_SMS(launch_up_projection_fwd_e4m3, UpProjectionFwdE4m3Arguments)
+NEVER_ON_SMS(launch_down_projection_dgrad_mxfp8, DownProjectionDgradMxfp8Arguments)
+NEVER_ON_SMS(launch_down_projection_fwd_mxfp8, DownProjectionFwdMxfp8Arguments)
+NEVER_ON_SMS(launch_up_projection_dgrad_mxfp8, UpProjectionDgradMxfp8Arguments)
+NEVER_ON_SMS(launch_up_projection_fwd_mxfp8, UpProjectionFwdMxfp8Arguments)
+NEVER_ON_SMS(launch_down_projection_dgrad_sm100, DownProjectionDgradArguments)
+NEVER_ON_SMS(launch_down_projection_fwd_sm100, DownProjectionFwdArguments)
+NEVER_ON_SMS(launch_up_projection_dgrad_sm100, UpProjectionDgradArguments)
+NEVER_ON_SMS(launch_up_projection_fwd_sm100, UpProjectionFwdArguments)
+NEVER_ON_SMS(launch_projection_wgrad_sm100, WgradArguments)
 NEVER_ON_SMS(launch_down_projection_wgrad, DownProjectionWgradArguments)
 NEVER_ON_SMS(launch_up_projection_wgrad, UpProjectionWgradArguments)
 NEVER(launch_dequantise_rows, DequantiseRowsArguments)
 NEVER(launch_quantise_rows, QuantiseRowsArguments)
 NEVER(launch_quantise_weights, QuantiseWeightsArguments)
 NEVER(launch_turn_scales, TurnScalesArguments)
-#endif
+NEVER(launch_dequantise_rows_mxfp8, DequantiseRowsMxfp8Arguments)
+NEVER(launch_quantise_rows_mxfp8, QuantiseRowsMxfp8Arguments)
+NEVER(launch_quantise_weights_mxfp8, QuantiseWeightsMxfp8Arguments)
 NEVER_ON_SMS(launch_down_projection_dgrad, DownProjectionDgradArguments)
 NEVER_ON_SMS(launch_up_projection_dgrad, UpProjectionDgradArguments)
 NEVER(launch_down_projection_dgrad_plain, DownProjectionDgradArguments)
@@ -91,7 +103,7 @@ NEVER_ON_SMS(launch_aggregate_beside<__nv_bfloat16>, AggregateBesideArguments)
 cudaError_t launch_expert_counts(int32_t const*, int64_t, int32_t*, cudaStream_t) {
   return never("launch_expert_counts");
 }
-int32_t route_unit_slots(RouteArguments const&) { return 0; }
+[[gnu::weak]] int32_t route_unit_slots(RouteArguments const&) { return 0; }
 
 }  // namespace tessera::cuda
 

@@ -319,12 +319,11 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
 /// Every tenth case, of the small ones, quantises its operands.
 bool is_low_precision(std::int64_t i) { return i % 10 == 6; }
 
-/// Blocks of 128 or 32, by turns, in bf16; on a GPU what its kernels of codes serve (cuda/layer/support.cpp).
-void make_low_precision(std::int64_t i, bool on_gpu, std::optional<Precision> precision,
-                        LayerCase& layer_case) {
+/// Blocks of 128 or 32, by turns, in bf16; on a GPU, which knows one of these, what its kernels of codes serve
+/// (cuda/layer/support.cpp).
+void make_low_precision(std::int64_t i, bool on_gpu, Precision precision, LayerCase& layer_case) {
   MoeDesc& desc = layer_case.desc;
-  Precision const drawn = i / 10 % 3 == 1 && !on_gpu ? Precision::mxfp8 : Precision::fp8;
-  desc.precision = precision.value_or(drawn);
+  desc.precision = precision;
   desc.pow2_scales = i / 10 % 3 == 2 && desc.precision == Precision::fp8 && !on_gpu;
   auto const widen = [](std::int64_t& size, std::int64_t multiple) {
     size = (size + multiple - 1) / multiple * multiple;
@@ -340,6 +339,17 @@ void make_low_precision(std::int64_t i, bool on_gpu, std::optional<Precision> pr
   bool const in_turns =
       desc.layout.order == GateUpOrder::interleaved || desc.layout.order == GateUpOrder::blocked;
   if (turned && in_turns) desc.layout = {};
+  if (desc.precision == Precision::mxfp8 && desc.layout.order == GateUpOrder::blocked) {
+    desc.layout.block = 32;
+  }
+}
+
+/// Those that a case is drawn in, the first that is served.
+std::vector<Precision> low_precisions(std::int64_t i, bool on_gpu,
+                                      std::optional<Precision> precision) {
+  if (precision.has_value()) return {*precision};
+  if (on_gpu) return {Precision::fp8, Precision::mxfp8};
+  return {i / 10 % 3 == 1 ? Precision::mxfp8 : Precision::fp8};
 }
 
 }  // namespace
@@ -375,11 +385,16 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
     if (precision.has_value() || is_low_precision(i)) {
-      LayerCase quantised = layer_case;
-      make_low_precision(i, on_gpu, precision, quantised);
-      // A GPU without kernels for codes has the case in its own precision.
-      bool const served = workspace_bytes(context, quantised.desc, Pass::forward).ok();
-      if (precision.has_value() || served) layer_case = quantised;
+      LayerCase const native = layer_case;
+      for (Precision const drawn : low_precisions(i, on_gpu, precision)) {
+        LayerCase quantised = native;
+        make_low_precision(i, on_gpu, drawn, quantised);
+        // A GPU without kernels for codes has the case in its own precision.
+        bool const served = workspace_bytes(context, quantised.desc, Pass::forward).ok();
+        if (!precision.has_value() && !served) continue;
+        layer_case = quantised;
+        break;
+      }
     }
     cases.push_back({layer_case, large});
     if (layer_case.desc.quantises()) continue;  // covers no pair

@@ -161,9 +161,12 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
   forward_.h = output(desc.quantises() ? DType::fp8_e4m3 : DType::bf16, {slots, width});
   if (desc.quantises()) {
     std::int64_t const block = desc.scale_block();
+    bool const is_mxfp8 = desc.precision == Precision::mxfp8;
+    DType const scale = is_mxfp8 ? DType::e8m0 : DType::fp32;
     forward_.x8 = output(DType::fp8_e4m3, {s.tokens, d});
-    forward_.x_scale = output(DType::fp32, {s.tokens, d / block});
-    forward_.h_scale = output(DType::fp32, {width / block, padded_scale_rows(slots)});
+    forward_.x_scale = output(scale, {s.tokens, d / block});
+    forward_.h_scale = is_mxfp8 ? output(scale, {slots, width / block})
+                                : output(scale, {width / block, padded_scale_rows(slots)});
   }
   std::size_t const tables = value_of(routing_bytes(desc));
   forward_.routing = {allocate(tables), tables};

@@ -21,6 +21,19 @@ import text  # noqa: E402
 import training  # noqa: E402
 
 
+def corpus(c) -> text.Corpus:
+    """A text of the vocabulary of a configuration."""
+    ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
+    return text.Corpus(ids, ids, "", c.vocabulary)
+
+
+def trainer_of(c, here) -> training.Trainer:
+    """Of torch's layer, on the CPU."""
+    arguments = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
+                                   keep_gathered=False)
+    return training.Trainer(c, here, training.load("torch-eager"), arguments)
+
+
 class Parts(unittest.TestCase):
     untied = dataclasses.replace(models.CONFIGURATIONS["tiny"], tied=False)
 
@@ -37,12 +50,9 @@ class Parts(unittest.TestCase):
         """Its loss and gradients are those of the whole product; it is sharded but between its own forward and
         backward, and after held-out text too."""
         c = self.untied
-        ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
-        data, seen = text.Corpus(ids, ids, "", c.vocabulary), []
-        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
-                               keep_gathered=False)
+        data, seen = corpus(c), []
         with training.ranks() as here:
-            trainer = training.Trainer(c, here, training.load("torch-eager"), a)
+            trainer = trainer_of(c, here)
             head = trainer.model.head
             tokens, targets = data.batch(0, 0, 2, c.context, 0, 1, here.device)
             head.register_forward_pre_hook(lambda _, rows: seen.append((rows[0].detach(), head.weight)), prepend=True)
@@ -63,12 +73,9 @@ class Parts(unittest.TestCase):
     def test_what_is_gathered_when(self):
         """Experts of the first block apart from its attention, the last block until its backward pass."""
         c = dataclasses.replace(self.untied, layers=3)
-        ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
-        data, sharded = text.Corpus(ids, ids, "", c.vocabulary), []
-        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
-                               keep_gathered=False)
+        data, sharded = corpus(c), []
         with training.ranks() as here:
-            trainer = training.Trainer(c, here, training.load("torch-eager"), a)
+            trainer = trainer_of(c, here)
             blocks = trainer.model.blocks
 
             def note(*_):
@@ -90,14 +97,11 @@ class Collections(unittest.TestCase):
     def test_what_the_first_steps_made_is_not_looked_at_again(self):
         """Nor is anything else kept: cycles that a step makes are still collected."""
         c = models.CONFIGURATIONS["tiny"]
-        ids = torch.randint(0, c.vocabulary, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
-        data = text.Corpus(ids, ids, "", c.vocabulary)
-        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False, seed=0,
-                               keep_gathered=False)
+        data = corpus(c)
         self.addCleanup(gc.unfreeze)
         gc.unfreeze()
         with training.ranks() as here, mock.patch.object(training, "FIRST", 2):
-            trainer = training.Trainer(c, here, training.load("torch-eager"), a)
+            trainer = trainer_of(c, here)
             for step, frozen in ((0, False), (1, True), (2, True)):
                 trainer.step(*data.batch(0, step, 1, c.context, 0, 1, here.device), 1e-3)
                 self.assertEqual(gc.get_freeze_count() > 10_000, frozen)

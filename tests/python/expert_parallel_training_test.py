@@ -5,6 +5,8 @@ Groups of GPUs: cuda_expert_parallel_training_test.py.
 """
 
 import contextlib
+import importlib.util
+import pathlib
 import unittest
 from unittest import mock
 
@@ -447,6 +449,69 @@ class Refusals(unittest.TestCase):
                 session_module.training_options(desc, rows)
         with self.assertRaisesRegex(ValueError, "save='none'"):
             session_module.training_options(desc, None, "none")
+
+
+class Streams:
+    """Streams of a GPU on which nothing runs: which steps each of them is behind, and the steps that were enqueued
+    before all earlier ones had to have ended."""
+
+    def __init__(self):
+        self.steps, self.early, self.host, self.captures = 0, [], set(), False
+        self.current = self.Stream(self)
+
+    class Stream:
+        def __init__(self, streams):
+            self.behind, self.streams = set(), streams
+            streams.all = [*getattr(streams, "all", ()), self]
+
+        def wait_stream(self, other):
+            self.behind |= other.behind
+
+    def step(self):
+        """A pass, or the replay of one: it has to be behind all before it."""
+        if self.captures:
+            return
+        if self.current.behind | self.host != set(range(self.steps)):
+            self.early.append(self.steps)
+        self.current.behind.add(self.steps)
+        self.steps += 1
+
+    def synchronize(self):
+        self.host = set().union(*[stream.behind for stream in self.all])
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        self.captures = True
+        yield
+        self.captures = False
+
+    def cuda(self) -> mock.Mock:
+        """In place of torch.cuda."""
+        return mock.Mock(Stream=lambda: self.Stream(self), current_stream=lambda: self.current, stream=self.on,
+                         graph=self.capture, CUDAGraph=lambda: mock.Mock(replay=self.step),
+                         synchronize=self.synchronize)
+
+
+class Bench(unittest.TestCase):
+    def test_captured_steps_are_behind_those_before(self):
+        """Ranks that make passes in different orders wait for each other in vain (bench/python)."""
+        place = pathlib.Path(__file__).parents[2] / "bench" / "python" / "expert_parallel_host_time.py"
+        spec = importlib.util.spec_from_file_location("host_time", place)
+        host_time, streams = importlib.util.module_from_spec(spec), Streams()
+        spec.loader.exec_module(host_time)
+        with mock.patch.object(host_time.torch, "cuda", streams.cuda()), mock.patch.object(host_time, "dist"):
+            for _ in range(4):
+                streams.step()
+            graph, _ = host_time.captured(streams.step)
+            graph.replay()
+        self.assertGreater(streams.steps, 6)
+        self.assertEqual(streams.early, [])
 
 
 if __name__ == "__main__":

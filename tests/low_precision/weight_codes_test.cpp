@@ -219,6 +219,13 @@ TEST(WeightCodes, RefusesWhatDoesNotFit) {
          [](Call& c) { c.backward.weight_codes.down_scales = {}; });
   expect(invalid, "weight_codes.down_transposed: ", desc,
          [](Call& c) { c.backward.weight_codes.down_transposed = {}; });
+  expect(invalid, "weight_codes.down: ", desc, [](Call& c) { c.forward.weight_codes.down = {}; });
+  expect(invalid, "weight_codes.up_scales: ", desc,
+         [](Call& c) { c.forward.weight_codes.up_scales = {}; });
+  expect(invalid, "weight_codes.up_scales: ", desc,
+         [](Call& c) { c.backward.weight_codes.up_scales = {}; });
+  expect(invalid, "weight_codes.up_transposed: ", desc,
+         [](Call& c) { c.backward.weight_codes.up_transposed = {}; });
   expect(invalid, "weight_codes.up: ", desc,  // of another shape
          [](Call& c) { c.forward.weight_codes.up = c.codes.up_transposed; });
   expect(invalid, "weight_codes.up_scales: ", desc,
@@ -227,6 +234,8 @@ TEST(WeightCodes, RefusesWhatDoesNotFit) {
     c.forward.weight_codes.down.stride[1] = 1;
     c.forward.weight_codes.down.stride[2] = 256;
   });
+  expect(invalid, "weight_codes.down: stride 65536 of dimension 0; it must be contiguous", desc,
+         [](Call& c) { c.forward.weight_codes.down.stride[0] = 65536; });
   expect(invalid, "weight_codes.up: ", fp8_desc(),
          [](Call& c) { c.forward.weights = c.backward.weights = c.weights; });
   MoeDesc other = desc;
@@ -235,6 +244,19 @@ TEST(WeightCodes, RefusesWhatDoesNotFit) {
          [](Call&) {});
   other.precision = Precision::mxfp8;
   expect(invalid, "weight_codes with precision mxfp8", other, [](Call&) {});
+}
+
+// h is made again from x there.
+TEST(WeightCodes, BackwardReadsCodesOfUpWithoutH) {
+  MoeDesc desc = with_codes(fp8_desc());
+  desc.save = SavePolicy::x;
+  Call call(desc);
+  ASSERT_NO_FATAL_FAILURE(call.run());
+  call.backward.weight_codes.up = {};
+  Status const status = moe_backward(context(3), desc, call.backward);
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_NE(std::string(status.text()).find("weight_codes.up: "), std::string::npos)
+      << status.text();
 }
 
 }  // namespace

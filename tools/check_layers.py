@@ -49,12 +49,15 @@ LAYERS = {
     ],
     "src/cuda/host": ["include/tessera", "src/core", "src/cuda/gemm/config.hpp", "src/cuda/gemm/params.hpp"],
     "src/cuda/router": ["src/cuda/arch", "src/cuda/warp", "src/cuda/host", "src/core"],
+    "src/cuda/mxfp8": [
+        "src/cuda/gemm", "src/cuda/gemm/sm100", "src/cuda/epilogue", "src/cuda/host",
+    ],
     "src/cuda/layer": ["include/tessera", "src/core", "src/cuda/host", "src/cuda/tuning/sm100.hpp"],
     "src/cuda/tuning": ["src/cuda/gemm/config.hpp", "include/tessera/shape.hpp"],
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": [
         "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/sm90", "src/cuda/gemm/sm100",
-        "src/cuda/epilogue", "src/cuda/router", "src/cuda/host", "src/cuda/tuning", "src/core",
+        "src/cuda/epilogue", "src/cuda/router", "src/cuda/mxfp8", "src/cuda/host", "src/cuda/tuning", "src/core",
     ],
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/expert_parallel": [

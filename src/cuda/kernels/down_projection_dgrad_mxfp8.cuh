@@ -17,12 +17,8 @@
 #pragma once
 
 #include "../epilogue/activation_gradient_rows_mxfp8.cuh"
-#include "../gemm/sm100/core.cuh"
-#include "../gemm/sm100/roles.cuh"
-#include "../host/gemm_params.hpp"
-#include "../host/launch.hpp"
-#include "../host/mxfp8.hpp"
 #include "../host/tensor_map.hpp"
+#include "../mxfp8/launch.cuh"
 
 namespace tessera::cuda {
 
@@ -73,9 +69,6 @@ cudaError_t launch_down_projection_dgrad_mxfp8_config(DownProjectionDgradMxfp8Ar
     return cudaErrorInvalidValue;
   }
   DownProjectionDgradMxfp8Params p;
-  p.gemm.scales = {.gmem_a = static_cast<uint8_t const*>(args.gmem_d_o_scales),
-                   .gmem_b = static_cast<uint8_t const*>(args.gmem_w_down_t_scales),
-                   .b_matrix_bytes = scale_atom_bytes(n, d / gemm::kMxBlock)};
   p.epilogue = {};
   p.epilogue.gmem_h_scales = static_cast<uint8_t const*>(args.gmem_h_scales);
   p.epilogue.gmem_dh8_scales = static_cast<uint8_t*>(args.gmem_dh8_scales);
@@ -86,20 +79,20 @@ cudaError_t launch_down_projection_dgrad_mxfp8_config(DownProjectionDgradMxfp8Ar
   p.epilogue.columns = int(n);
   cudaError_t error = make_down_projection_dgrad_mxfp8_maps(p.epilogue, args);
   if (error == cudaSuccess) {
-    error = host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_d_o, args.rows, d},
-                                              .gmem_index = args.gmem_gather_index,
-                                              .b = {{.gmem = args.gmem_w_down_t}, {}},
-                                              .n = n,
-                                              .k = d,
-                                              .gmem_offsets = args.gmem_expert_offsets,
-                                              .segments = args.experts,
-                                              .gmem_tile_counter = args.gmem_tile_counter});
+    error = mxfp8::gemm_params<kGemm>(p.gemm, {.gmem_a = args.gmem_d_o,
+                                               .gmem_a_scales = args.gmem_d_o_scales,
+                                               .gmem_gather_index = args.gmem_gather_index,
+                                               .gmem_expert_offsets = args.gmem_expert_offsets,
+                                               .gmem_b = args.gmem_w_down_t,
+                                               .gmem_b_scales = args.gmem_w_down_t_scales,
+                                               .rows = args.rows,
+                                               .n = n,
+                                               .k = d,
+                                               .experts = args.experts,
+                                               .gmem_tile_counter = args.gmem_tile_counter});
   }
   if (error != cudaSuccess) return error;
-  return host::launch_persistent<down_projection_dgrad_mxfp8<Config>>(
-      {gemm::threads_in_tensor_memory(kGemm), kGemm.cluster_m(),
-       int(sizeof(gemm::SharedStorage<kGemm>))},
-      gemm::most_tiles<kGemm>(p.gemm, args.rows), sm_count, p, stream);
+  return mxfp8::launch<down_projection_dgrad_mxfp8<Config>, kGemm>(p, args.rows, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

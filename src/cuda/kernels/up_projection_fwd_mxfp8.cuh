@@ -15,11 +15,7 @@
 #pragma once
 
 #include "../epilogue/activation_rows_mxfp8.cuh"
-#include "../gemm/sm100/core.cuh"
-#include "../gemm/sm100/roles.cuh"
-#include "../host/gemm_params.hpp"
-#include "../host/launch.hpp"
-#include "../host/mxfp8.hpp"
+#include "../mxfp8/launch.cuh"
 
 namespace tessera::cuda {
 
@@ -49,9 +45,6 @@ cudaError_t launch_up_projection_fwd_mxfp8_config(UpProjectionFwdMxfp8Arguments 
     return cudaErrorInvalidValue;
   }
   UpProjectionFwdMxfp8Params p;
-  p.gemm.scales = {.gmem_a = static_cast<uint8_t const*>(args.gmem_x_scales),
-                   .gmem_b = static_cast<uint8_t const*>(args.gmem_w_up_scales),
-                   .b_matrix_bytes = scale_atom_bytes(n, d / gemm::kMxBlock)};
   p.epilogue = {.gmem_h = static_cast<uint8_t*>(args.gmem_h),
                 .gmem_h_scales = static_cast<uint8_t*>(args.gmem_h_scales),
                 .gmem_a = static_cast<uint8_t*>(args.gmem_a),
@@ -59,19 +52,19 @@ cudaError_t launch_up_projection_fwd_mxfp8_config(UpProjectionFwdMxfp8Arguments 
                 .activation = args.activation,
                 .columns = int(n)};
   cudaError_t const error =
-      host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_x, args.rows, d},
-                                        .gmem_index = args.gmem_gather_index,
-                                        .b = {{.gmem = args.gmem_w_up}, {}},
-                                        .n = n,
-                                        .k = d,
-                                        .gmem_offsets = args.gmem_expert_offsets,
-                                        .segments = args.experts,
-                                        .gmem_tile_counter = args.gmem_tile_counter});
+      mxfp8::gemm_params<kGemm>(p.gemm, {.gmem_a = args.gmem_x,
+                                         .gmem_a_scales = args.gmem_x_scales,
+                                         .gmem_gather_index = args.gmem_gather_index,
+                                         .gmem_expert_offsets = args.gmem_expert_offsets,
+                                         .gmem_b = args.gmem_w_up,
+                                         .gmem_b_scales = args.gmem_w_up_scales,
+                                         .rows = args.rows,
+                                         .n = n,
+                                         .k = d,
+                                         .experts = args.experts,
+                                         .gmem_tile_counter = args.gmem_tile_counter});
   if (error != cudaSuccess) return error;
-  return host::launch_persistent<up_projection_fwd_mxfp8<Config>>(
-      {gemm::threads_in_tensor_memory(kGemm), kGemm.cluster_m(),
-       int(sizeof(gemm::SharedStorage<kGemm>))},
-      gemm::most_tiles<kGemm>(p.gemm, args.rows), sm_count, p, stream);
+  return mxfp8::launch<up_projection_fwd_mxfp8<Config>, kGemm>(p, args.rows, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

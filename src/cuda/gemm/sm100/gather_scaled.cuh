@@ -15,8 +15,9 @@ __device__ __forceinline__ constexpr uint32_t place_in_atom(int m) {
   return static_cast<uint32_t>(m % 32 * 16 + m / 32 * 4);
 }
 
-// Thread t copies the word of row t of A, 4 bytes. Of B's atom a thread of the first two warps copies half of one line,
-// which is what four rows m, m + 32, .. have: rows of gate come before those of up, 64 each, from an atom of either.
+// Thread t copies the word of row t of A, 4 bytes. A line of B's atom has the scales of four rows, 32 rows apart, in 16
+// bytes; a thread of the first two warps copies half of a line. Rows of gate come before those of up, 64 each, from an
+// atom of either.
 template <GemmConfig kGemm>
 class MxScaleGather {
  public:

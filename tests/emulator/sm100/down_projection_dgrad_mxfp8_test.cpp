@@ -199,7 +199,7 @@ void expect_right(Shape const& shape) {
 }
 
 TEST(DownProjectionDgradMxfp8, AllRowsToOneExpert) {
-  expect_right<One, Pair>({.rows = {0, 70, 0}, .hidden = 128, .intermediate = 128, .ctas = 1});
+  expect_right<One, Pair>(emulator::mx_one_expert());
 }
 
 // More k_tiles in all than the ring has stages, several tiles for each CTA or pair.
@@ -211,13 +211,10 @@ TEST(DownProjectionDgradMxfp8, RingAndAccumulatorsTurnInPairs) {
 }
 
 TEST(DownProjectionDgradMxfp8, ExpertsOfAnyRows) {
-  expect_right<One, Pair>(
-      {.rows = {0, 1, 64, 0, 127, 129, 300, 0}, .hidden = 128, .intermediate = 128, .ctas = 3});
+  expect_right<One, Pair>(emulator::mx_any_rows());
 }
 
-TEST(DownProjectionDgradMxfp8, NoRows) {
-  expect_right<One, Pair>({.rows = {0, 0}, .hidden = 128, .intermediate = 128, .other_rows = 5});
-}
+TEST(DownProjectionDgradMxfp8, NoRows) { expect_right<One, Pair>(emulator::mx_no_rows()); }
 
 // accumulates: in the place of h.
 TEST(DownProjectionDgradMxfp8, InThePlaceOfH) {
@@ -231,10 +228,7 @@ TEST(DownProjectionDgradMxfp8, InThePlaceOfH) {
 }
 
 TEST(DownProjectionDgradMxfp8, RefusesPartsOfATile) {
-  for (auto const& [d, n] : {std::pair{192, 128}, {128, 96}}) {
-    DownDgradMx dgrad({.rows = {1}, .hidden = d, .intermediate = n});
-    EXPECT_EQ(dgrad.launch<One>(), cudaErrorInvalidValue);
-  }
+  emulator::expect_parts_of_a_tile_refused<DownDgradMx, One>();
 }
 
 TEST(DownProjectionDgradMxfp8, RandomShapes) {

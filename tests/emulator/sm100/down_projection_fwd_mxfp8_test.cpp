@@ -44,7 +44,7 @@ void expect_right(Shape const& shape) {
 }
 
 TEST(DownProjectionFwdMxfp8, AllRowsToOneExpert) {
-  expect_right<One, Pair>({.rows = {0, 70, 0}, .hidden = 128, .intermediate = 128, .ctas = 1});
+  expect_right<One, Pair>(emulator::mx_one_expert());
 }
 
 // More k_tiles in all than the ring has stages, several tiles for each CTA or pair.
@@ -55,24 +55,16 @@ TEST(DownProjectionFwdMxfp8, RingAndAccumulatorsTurnInPairs) {
   expect_right<Pair>({.rows = {130, 260}, .hidden = 256, .intermediate = 384, .ctas = 1});
 }
 
-TEST(DownProjectionFwdMxfp8, ExpertsOfAnyRows) {
-  expect_right<One, Pair>(
-      {.rows = {0, 1, 64, 0, 127, 129, 300, 0}, .hidden = 128, .intermediate = 128, .ctas = 3});
-}
+TEST(DownProjectionFwdMxfp8, ExpertsOfAnyRows) { expect_right<One, Pair>(emulator::mx_any_rows()); }
 
-TEST(DownProjectionFwdMxfp8, NoRows) {
-  expect_right<One, Pair>({.rows = {0, 0}, .hidden = 128, .intermediate = 128, .other_rows = 5});
-}
+TEST(DownProjectionFwdMxfp8, NoRows) { expect_right<One, Pair>(emulator::mx_no_rows()); }
 
 TEST(DownProjectionFwdMxfp8, PairsWithoutAnExpert) {
   expect_right<One, Pair>({.rows = {3, 130}, .hidden = 256, .intermediate = 128, .other_rows = 40});
 }
 
 TEST(DownProjectionFwdMxfp8, RefusesPartsOfATile) {
-  for (auto const& [d, n] : {std::pair{192, 128}, {128, 96}}) {
-    emulator::SortedRowsMx<DownMx> rows({.rows = {1}, .hidden = d, .intermediate = n});
-    EXPECT_EQ(rows.launch<One>(), cudaErrorInvalidValue);
-  }
+  emulator::expect_parts_of_a_tile_refused<emulator::SortedRowsMx<DownMx>, One>();
 }
 
 TEST(DownProjectionFwdMxfp8, RandomShapes) {

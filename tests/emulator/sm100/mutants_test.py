@@ -18,7 +18,7 @@ SOURCES = {"UpProjectionFwdMxfp8": "up_projection_fwd_mxfp8_test.cpp",
            "UpProjectionDgradMxfp8": "up_projection_dgrad_mxfp8_test.cpp",
            "UpProjectionDgrad": "up_projection_dgrad_test.cpp", "Up": "up_projection_fwd_test.cpp",
            "DownProjectionDgrad": "down_projection_dgrad_test.cpp", "Down": "down_projection_fwd_test.cpp",
-           "ProjectionWgrad": "projection_wgrad_test.cpp"}
+           "ProjectionWgrad": "projection_wgrad_test.cpp", "QuantiseMxfp8": "quantise_mxfp8_test.cpp"}
 WORDS, STORE = "cuda/arch/sm100/tcgen05_descriptor.hpp", "cuda/epilogue/store_rows.cuh"
 LOOP, ROWS = "cuda/gemm/sm100/mainloop.cuh", "cuda/gemm/sm100/accumulators.cuh"
 SLABS, ROLES = "cuda/gemm/sm100/slabs.cuh", "cuda/gemm/sm100/roles.cuh"
@@ -27,7 +27,7 @@ GRAD = "cuda/epilogue/activation_gradient_rows.cuh"
 PAIR_OF_COLUMNS, WGRAD = "cuda/epilogue/activation_gradient_pair.cuh", "cuda/epilogue/wgrad_rows.cuh"
 SCALED_LOOP, SCALED_GATHER = "cuda/gemm/sm100/mainloop_scaled.cuh", "cuda/gemm/sm100/gather_scaled.cuh"
 MX_BLOCK, MX_ACT = "cuda/epilogue/mx_block.cuh", "cuda/epilogue/activation_rows_mxfp8.cuh"
-MX_GRAD = "cuda/epilogue/activation_gradient_rows_mxfp8.cuh"
+MX_GRAD, MX_QUANTISE = "cuda/epilogue/activation_gradient_rows_mxfp8.cuh", "cuda/kernels/quantise_mxfp8.cuh"
 WRONG = ", not its bits"
 MX_TURN = "UpProjectionDgradMxfp8.RingAndAccumulatorsTurn"
 MX_ALL, MX_UP, MX_DGRAD = "DownProjectionFwdMxfp8.All*", "UpProjectionFwdMxfp8.All*", "DownProjectionDgradMxfp8.All*"
@@ -310,6 +310,15 @@ MUTANTS = [
      "p_.stores_dh8 && block == 1", "has ", MX_DGRAD),
     ("scales of dh are stored past the expert", MX_GRAD, "if (own < tile.end) {", "if (true) {", "has other bits",
      "DownProjectionDgradMxfp8.InThe*"),
+    # MXFP8: the quantisers
+    ("rows have scales that are rounded down", MX_BLOCK, "core::e8m0_scale(largest, false)",
+     "core::e8m0_scale(largest, true)", "scale ", "QuantiseMxfp8.RowsAnd*"),
+    ("the pitch of rows is their width", MX_QUANTISE, "block / across * p.pitch", "block / across * p.width", "code ",
+     "QuantiseMxfp8.RowsAnd*"),
+    ("transposed codes of up stand over those of gate", MX_QUANTISE, "kTurned ? half * blocks + block",
+     "kTurned ? block", "up, transposed", "QuantiseMxfp8.WeightsHave*"),
+    ("transposed scales of up stand over those of gate", MX_QUANTISE, "(all_blocks / 4) + place / 4",
+     "(all_blocks / 4) + block / 4", "scale of up, transposed", "QuantiseMxfp8.WeightsHave*"),
 ]
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")
 

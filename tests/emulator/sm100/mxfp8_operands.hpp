@@ -159,6 +159,26 @@ inline bool same(Bits left, Bits right) {
   return left == right || (std::isnan(widen(left)) && std::isnan(widen(right)));
 }
 
+// Shapes that every kernel is tested with: all rows one expert's, experts of any rows, no rows but a few of no expert.
+inline Shape mx_one_expert() {
+  return {.rows = {0, 70, 0}, .hidden = 128, .intermediate = 128, .ctas = 1};
+}
+inline Shape mx_any_rows() {
+  return {.rows = {0, 1, 64, 0, 127, 129, 300, 0}, .hidden = 128, .intermediate = 128, .ctas = 3};
+}
+inline Shape mx_no_rows() {
+  return {.rows = {0, 0}, .hidden = 128, .intermediate = 128, .other_rows = 5};
+}
+
+// d or n is no multiple of a tile's 128.
+template <class Projection, class Config>
+void expect_parts_of_a_tile_refused() {
+  for (auto const& [d, n] : {std::pair{192, 128}, {128, 96}}) {
+    Projection projection({.rows = {1}, .hidden = d, .intermediate = n});
+    EXPECT_EQ(projection.template launch<Config>(), cudaErrorInvalidValue);
+  }
+}
+
 // Extents are multiples of 128.
 constexpr AtRandom kMxAtRandom{
     .gated = true, .unit = 128, .hidden = 4, .intermediate = 2, .count = 50};

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "cuda/host/mxfp8.hpp"
+#include "cuda/instances/sm100/quantise_mxfp8.cu"
 #include "tessera/tessera.hpp"
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"

@@ -138,7 +138,7 @@ void expect_right(Shape const& shape) {
 }
 
 TEST(UpProjectionFwdMxfp8, AllRowsToOneExpert) {
-  expect_right<One, Pair>({.rows = {0, 70, 0}, .hidden = 128, .intermediate = 128, .ctas = 1});
+  expect_right<One, Pair>(emulator::mx_one_expert());
 }
 
 // More k_tiles in all than the ring has stages, several tiles for each CTA or pair, both halves of an atom.
@@ -149,14 +149,9 @@ TEST(UpProjectionFwdMxfp8, RingAndAccumulatorsTurnInPairs) {
   expect_right<Pair>({.rows = {130, 260}, .hidden = 384, .intermediate = 128, .ctas = 1});
 }
 
-TEST(UpProjectionFwdMxfp8, ExpertsOfAnyRows) {
-  expect_right<One, Pair>(
-      {.rows = {0, 1, 64, 0, 127, 129, 300, 0}, .hidden = 128, .intermediate = 128, .ctas = 3});
-}
+TEST(UpProjectionFwdMxfp8, ExpertsOfAnyRows) { expect_right<One, Pair>(emulator::mx_any_rows()); }
 
-TEST(UpProjectionFwdMxfp8, NoRows) {
-  expect_right<One, Pair>({.rows = {0, 0}, .hidden = 128, .intermediate = 128, .other_rows = 5});
-}
+TEST(UpProjectionFwdMxfp8, NoRows) { expect_right<One, Pair>(emulator::mx_no_rows()); }
 
 TEST(UpProjectionFwdMxfp8, PairsWithoutAnExpert) {
   expect_right<One, Pair>(
@@ -169,10 +164,7 @@ TEST(UpProjectionFwdMxfp8, OneOutputOfTwo) {
 }
 
 TEST(UpProjectionFwdMxfp8, RefusesPartsOfATile) {
-  for (auto const& [d, n] : {std::pair{192, 128}, {128, 96}}) {
-    UpMx up({.rows = {1}, .hidden = d, .intermediate = n});
-    EXPECT_EQ(up.launch<One>(), cudaErrorInvalidValue);
-  }
+  emulator::expect_parts_of_a_tile_refused<UpMx, One>();
 }
 
 TEST(UpProjectionFwdMxfp8, RandomShapes) {

@@ -12,6 +12,7 @@
 
 #include "first_gpu.cuh"
 #include "layer.cuh"
+#include "tests/low_precision/layer_codes.hpp"
 
 namespace tessera::cuda_test {
 namespace {
@@ -92,22 +93,13 @@ class QuantisedLayer {
  private:
   // Codes take the place of the weights.
   void make_codes() {
-    int64_t const e = desc_.shape.experts, d = desc_.shape.hidden, n = desc_.shape.intermediate,
-                  w = desc_.up_width();
-    codes.up = output(DType::fp8_e4m3, {e, w, n, d});
-    codes.up_transposed = output(DType::fp8_e4m3, {e, d, w * n});
-    codes.up_scales = output(DType::fp32, {e, n / 128, d / 128, w});
-    codes.down = output(DType::fp8_e4m3, {e, d, n});
-    codes.down_transposed = output(DType::fp8_e4m3, {e, n, d});
-    codes.down_scales = output(DType::fp32, {e, d / 128, n / 128});
+    auto const make = [this](DType dtype, std::initializer_list<int64_t> shape) {
+      return output(dtype, shape);
+    };
+    codes = low_precision_tests::room_for_codes(desc_, make);
     EXPECT_OK(quantise_weights(context_, desc_, forward.weights, scale_rule(desc_), codes));
     wait();
-    forward.weight_codes = {.up = codes.up,
-                            .up_scales = codes.up_scales,
-                            .down = codes.down,
-                            .down_scales = codes.down_scales,
-                            .up_transposed = codes.up_transposed,
-                            .down_transposed = codes.down_transposed};
+    forward.weight_codes = low_precision_tests::as_read(codes);
     backward.weight_codes = forward.weight_codes;
     forward.weights = backward.weights = {};
   }

@@ -11,6 +11,7 @@
 
 #include "core/bf16.hpp"
 #include "tessera/low_precision.hpp"
+#include "tests/low_precision/layer_codes.hpp"
 #include "tests/low_precision/support.hpp"
 
 namespace tessera::low_precision_tests {
@@ -53,12 +54,9 @@ class Call {
     if (apart) weights.b_gate = values({e, n}, 6);
     weights.b_down = values({e, d}, 7);
 
-    codes = {.up = room(DType::fp8_e4m3, {e, desc.up_width(), n, d}),
-             .up_transposed = room(DType::fp8_e4m3, {e, d, width}),
-             .down = room(DType::fp8_e4m3, {e, d, n}),
-             .down_transposed = room(DType::fp8_e4m3, {e, n, d}),
-             .up_scales = room(DType::fp32, {e, n / 128, d / 128, desc.up_width()}),
-             .down_scales = room(DType::fp32, {e, d / 128, n / 128})};
+    codes = room_for_codes(desc, [this](DType dtype, std::initializer_list<std::int64_t> shape) {
+      return room(dtype, shape);
+    });
 
     forward.x = values({s.tokens, d}, 8);
     Tensor const ids = room(DType::int32, {s.tokens, s.top_k});
@@ -95,12 +93,7 @@ class Call {
     forward.weights = weights;
     if (desc.weight_codes) {
       forward.weights.w_up = forward.weights.w_gate = forward.weights.w_down = {};
-      forward.weight_codes = {.up = codes.up,
-                              .up_scales = codes.up_scales,
-                              .down = codes.down,
-                              .down_scales = codes.down_scales,
-                              .up_transposed = codes.up_transposed,
-                              .down_transposed = codes.down_transposed};
+      forward.weight_codes = as_read(codes);
     }
     backward.weights = forward.weights;
     backward.weight_codes = forward.weight_codes;

@@ -18,6 +18,7 @@
 #include "tessera/tessera.hpp"
 #include "tests/emulator/memory.hpp"
 #include "tests/emulator/sm100/layer_cuda.hpp"
+#include "tests/low_precision/layer_codes.hpp"
 
 namespace tessera::emulator {
 
@@ -111,24 +112,15 @@ class QuantisedLayer {
  private:
   // Codes take the place of the weights.
   void make_codes() {
-    std::int64_t const e = desc_.shape.experts, d = desc_.shape.hidden,
-                       n = desc_.shape.intermediate, w = desc_.up_width();
-    codes.up = output(DType::fp8_e4m3, {e, w, n, d});
-    codes.up_transposed = output(DType::fp8_e4m3, {e, d, w * n});
-    codes.up_scales = output(DType::fp32, {e, n / 128, d / 128, w});
-    codes.down = output(DType::fp8_e4m3, {e, d, n});
-    codes.down_transposed = output(DType::fp8_e4m3, {e, n, d});
-    codes.down_scales = output(DType::fp32, {e, d / 128, n / 128});
+    auto const make = [this](DType dtype, std::initializer_list<std::int64_t> shape) {
+      return output(dtype, shape);
+    };
+    codes = low_precision_tests::room_for_codes(desc_, make);
     Status const made = quantise_weights(context_, desc_, forward.weights, scale_rule(desc_), codes,
                                          {.native = &stream_});
     EXPECT_TRUE(made.ok()) << made.text();
     EXPECT_EQ(cuda::finish(), "");
-    forward.weight_codes = {.up = codes.up,
-                            .up_scales = codes.up_scales,
-                            .down = codes.down,
-                            .down_scales = codes.down_scales,
-                            .up_transposed = codes.up_transposed,
-                            .down_transposed = codes.down_transposed};
+    forward.weight_codes = low_precision_tests::as_read(codes);
     backward.weight_codes = forward.weight_codes;
     forward.weights = backward.weights = {};
   }

@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -71,6 +72,13 @@ class HostsTest : public testing::Test {
                        .nccl_path = FAKE_NCCL_PATH,
                        .nccl_nvls_enable = "0"},
                       kDevice, kStream);
+  }
+  /// Opens the rails of two hosts of one rank.
+  static void open_two(std::unique_ptr<Rail> (&rails)[2], double time_limit = 20) {
+    NcclUniqueId const id = make_id();
+    std::thread joining([&] { rails[1] = open({1, 2, 0}, id, time_limit).value(); });
+    rails[0] = open({0, 2, 0}, id, time_limit).value();
+    joining.join();
   }
   [[nodiscard]] static NcclUniqueId make_id() {
     auto const id = make_unique_id({.nccl_path = FAKE_NCCL_PATH, .nccl_nvls_enable = "0"});

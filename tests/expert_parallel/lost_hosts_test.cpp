@@ -127,11 +127,8 @@ TEST_F(LostRank, DiesWhileTheStreamWaits) {
 
 TEST_F(HostsTest, ACallFails) {
   nccl.failing_group = 1;
-  NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];
-  std::thread joining([&] { rails[1] = open({1, 2, 0}, id).value(); });
-  rails[0] = open({0, 2, 0}, id).value();
-  joining.join();
+  open_two(rails);
   Queue queue;
   int word = 0;
   Message const message = {&word, sizeof word, 1, &word, sizeof word, 1};
@@ -185,11 +182,8 @@ TEST_F(HostsTest, HostsThatDiffer) {
 }
 
 TEST_F(HostsTest, ACountedPassIsNotCaptured) {
-  NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];
-  std::thread joining([&] { rails[1] = open({1, 2, 0}, id, 0.5).value(); });
-  rails[0] = open({0, 2, 0}, id, 0.5).value();
-  joining.join();
+  open_two(rails, 0.5);
   RotationShape const shape = {
       .hosts = 2, .max_tokens = 4, .hidden = 8, .top_k = 1, .experts = 2, .counted = true};
   std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes());
@@ -212,11 +206,8 @@ TEST_F(HostsTest, ACountedPassIsNotCaptured) {
 // As from a host whose desc allows more.
 TEST_F(HostsTest, MoreRowsThanMemoryAreRefused) {
   for (std::int64_t const rows : {std::int64_t{5}, std::int64_t{-1}}) {
-    NcclUniqueId const id = make_id();
     std::unique_ptr<Rail> rails[2];
-    std::thread joining([&] { rails[1] = open({1, 2, 0}, id).value(); });
-    rails[0] = open({0, 2, 0}, id).value();
-    joining.join();
+    open_two(rails);
     RotationShape const shape = {
         .hosts = 2, .max_tokens = 4, .hidden = 8, .top_k = 1, .experts = 6, .counted = true};
     std::vector<std::byte> workspace(RotationRegions(shape).plan.bytes());
@@ -242,11 +233,8 @@ TEST_F(HostsTest, MoreRowsThanMemoryAreRefused) {
 }
 
 TEST_F(HostsTest, TimeAheadOfAWaitDoesNotCount) {
-  NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];
-  std::thread joining([&] { rails[1] = open({1, 2, 0}, id, 0.2).value(); });
-  rails[0] = open({0, 2, 0}, id, 0.2).value();
-  joining.join();
+  open_two(rails, 0.2);
   Queue queues[2];
   int words[2][2] = {{3, 0}, {4, 0}};
   for (int h = 0; h < 2; ++h) {
@@ -266,11 +254,8 @@ TEST_F(HostsTest, TimeAheadOfAWaitDoesNotCount) {
 }
 
 TEST_F(HostsTest, NumbersThatDoNotComeAreNotRead) {
-  NcclUniqueId const id = make_id();
   std::unique_ptr<Rail> rails[2];
-  std::thread joining([&] { rails[1] = open({1, 2, 0}, id, 0.2).value(); });
-  rails[0] = open({0, 2, 0}, id, 0.2).value();
-  joining.join();
+  open_two(rails, 0.2);
   Queue queue;
   int word = 5, read = 7;
   Message const message = {nullptr, 0, 1, &word, sizeof word, 1};

@@ -54,6 +54,7 @@ function(tessera_loops target)
   if(TESSERA_SANITIZE)
     # SHELL: for CMake leaves out an option that was there before.
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:SHELL:-O1>)
+    set_target_properties(${target} PROPERTIES DISABLE_PRECOMPILE_HEADERS ON)  # these were compiled without it
   endif()
 endfunction()
 

@@ -36,6 +36,8 @@ TEST_F(LayerE4m3, HMadeAgainHasEqualBits) {
   expect_equal_bits(fp8_desc(), made);
 }
 
+TEST_F(LayerE4m3, BackwardByTwoCallsHasEqualBits) { expect_equal_bits_when_split(fp8_desc()); }
+
 TEST_F(LayerE4m3, CodesOfDhOverThoseOfHHaveEqualBits) {
   MoeDesc over = fp8_desc();
   over.overwrite_h = true;

@@ -96,6 +96,8 @@ TEST_F(LayerMxfp8, HMadeAgainHasEqualBits) {
   expect_equal_bits(mxfp8_desc(), made);
 }
 
+TEST_F(LayerMxfp8, BackwardByTwoCallsHasEqualBits) { expect_equal_bits_when_split(mxfp8_desc()); }
+
 TEST_F(LayerMxfp8, CodesOfDhOverThoseOfHHaveEqualBits) {
   MoeDesc over = mxfp8_desc();
   over.overwrite_h = true;

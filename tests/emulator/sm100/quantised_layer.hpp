@@ -100,6 +100,31 @@ class QuantisedLayer {
     ASSERT_EQ(cuda::finish(), "");
   }
 
+  // Backward by two calls, the first without gradients of weights.
+  void run_split() {
+    MoeShape const& s = desc_.shape;
+    std::int64_t const width = desc_.up_width() * s.intermediate, slots = desc_.num_slots();
+    Stream const stream{.native = &stream_};
+    ASSERT_TRUE(moe_forward(context_, desc_, forward, stream).ok());
+    ASSERT_EQ(cuda::finish(), "");
+    MoeBackwardArgs input = backward, weights = backward;
+    input.gradients = {};
+    if (desc_.save == SavePolicy::h) input.x8 = input.x_scale = {};
+    input.dh = weights.dh = output(DType::bf16, {slots, width});
+    input.a_scaled = weights.a_scaled = output(DType::bf16, {slots, s.intermediate});
+    input.workspace = memory(workspace_bytes(context_, desc_, Pass::backward_input).value());
+    Status status = moe_backward_input(context_, desc_, input, stream);
+    ASSERT_TRUE(status.ok()) << status.text();
+    ASSERT_EQ(cuda::finish(), "");
+    weights.h = weights.h_scale = {};
+    weights.weights = {};
+    weights.dx = weights.dscores = {};
+    weights.workspace = memory(workspace_bytes(context_, desc_, Pass::backward_weights).value());
+    status = moe_backward_weights(context_, desc_, weights, stream);
+    ASSERT_TRUE(status.ok()) << status.text();
+    ASSERT_EQ(cuda::finish(), "");
+  }
+
   [[nodiscard]] std::int64_t rows() const {
     RoutingView const view = routing_view(desc_, forward.routing).value();
     return view.expert_offsets[desc_.shape.experts];
@@ -264,6 +289,16 @@ inline void expect_equal_bits(MoeDesc const& one, MoeDesc const& other) {
   ASSERT_NO_FATAL_FAILURE(a.run());
   ASSERT_NO_FATAL_FAILURE(b.run());
   expect_equal_results(a, b);
+}
+
+// Backward by one call and by two.
+inline void expect_equal_bits_when_split(MoeDesc const& desc) {
+  Context const device = context_on(DeviceKind::cuda);
+  QuantisedLayer const whole(device, desc);
+  QuantisedLayer split(device, desc);
+  ASSERT_NO_FATAL_FAILURE(whole.run());
+  ASSERT_NO_FATAL_FAILURE(split.run_split());
+  expect_equal_results(whole, split);
 }
 
 }  // namespace tessera::emulator

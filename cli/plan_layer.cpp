@@ -44,15 +44,18 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
           .has_curve = !overwrite_h};
 }
 
-// As a GPU has it: codes are a byte, with an fp32 scale for each 128 of a row, each 128 x 128 of weights. Forward: a8
-// and w_down, then w_up and y in one place. Backward: dh8; dO8 and w_down, then w_up in one place; x and dh in bf16;
-// a' and then dx rows.
-MemoryPlan fp8_plan(MoeDesc desc, bool keeps_x, char const* policy, char const* keeps) {
+// As a GPU has it: codes are a byte, with an fp32 scale for each 128 of a row, each 128 x 128 of weights; in mxfp8 with
+// a byte for each 32 of either. Forward: a8 and w_down, then w_up and y in one place. Backward: dh8; dO8 and w_down,
+// then w_up in one place; x and dh in bf16; a' and then dx rows.
+MemoryPlan quantised_plan(MoeDesc desc, Precision precision, bool keeps_x, char const* policy,
+                          char const* keeps) {
   Sizes const s = sizes(desc);
-  double const code = 33.0 / 32, of_weights = 1 + 4.0 / (128 * 128);
+  double const code = 33.0 / 32;
+  double const of_weights = precision == Precision::fp8 ? 1 + 4.0 / (128 * 128) : code;
   double const rows = s.tokens * s.hidden;
   double const weights = of_weights * s.experts * s.hidden * s.intermediate;
-  desc.precision = Precision::fp8;
+  desc.precision = precision;
+  desc.pow2_scales = false;
   desc.save = SavePolicy::h;
   desc.column_chunk = 0;
   SavedBytes const saved = saved_by_layer(desc);
@@ -113,9 +116,12 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
        .keeps = "x, R rows of d, h, the factors of a",
        .saved = x + rows_d + 2 * s.w * rows_n}};
   if (has_whole_blocks(desc)) {
-    plans.insert(plans.begin() + 3, {fp8_plan(desc, false, "tessera-fp8", "x8, h8, routing tables"),
-                                     fp8_plan(desc, true, "tessera-fp8-keeps-x",
-                                              "x in bf16, h8, routing tables (not served yet)")});
+    plans.insert(
+        plans.begin() + 3,
+        {quantised_plan(desc, Precision::fp8, false, "tessera-fp8", "x8, h8, routing tables"),
+         quantised_plan(desc, Precision::mxfp8, false, "tessera-mxfp8", "x8, h8, routing tables"),
+         quantised_plan(desc, Precision::fp8, true, "tessera-fp8-keeps-x",
+                        "x in bf16, h8, routing tables (not served yet)")});
   }
   return plans;
 }

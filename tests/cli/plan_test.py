@@ -43,9 +43,10 @@ class Plan(Cli):
 
     def test_memory_in_fp8(self):
         """In MiB: saved by both policies; transient in forward, where weights are quantised, and in backward."""
-        for shape, table, layers in (((24576, 1536, 256, 128, 8), (139, 174, 674, 1035), 3),
-                                     ((32768, 2048, 768, 128, 8), (466, 528, 1414, 2700), 3),
-                                     ((32768, 4096, 1536, 128, 8), (928, 1052, 3212, 6168), 3)):
+        for shape, table, of_mxfp8, layers in (
+                ((24576, 1536, 256, 128, 8), (139, 174, 674, 1035), (675, 1038), 3),
+                ((32768, 2048, 768, 128, 8), (466, 528, 1414, 2700), (1420, 2712), 3),
+                ((32768, 4096, 1536, 128, 8), (928, 1052, 3212, 6168), (3236, 6216), 3)):
             names = ("--tokens", "--hidden", "--intermediate", "--experts", "--top-k")
             flags = [text for pair in zip(names, map(str, shape), strict=True) for text in pair]
             layer = self.run_json("plan", *flags, "--dtype", "bf16", "--router", "given")["layer"]
@@ -54,6 +55,10 @@ class Plan(Cli):
             transient = fp8["forward_transient_bytes"], fp8["backward_transient_bytes"]
             of_all = (fp8["saved_bytes"], keeps_x["saved_bytes"], *transient)
             self.assertEqual(tuple(round(value / MIB) for value in of_all), table)
+            mxfp8 = plans["tessera-mxfp8"]
+            of_mx = mxfp8["forward_transient_bytes"], mxfp8["backward_transient_bytes"]
+            self.assertEqual(tuple(round(value / MIB) for value in of_mx), of_mxfp8)
+            self.assertEqual(mxfp8["saved_bytes"], fp8["saved_bytes"])  # rows are a multiple of 4
             own = plans["tessera"]
             peaks = [[stack * row["saved_bytes"] + row["backward_transient_bytes"] for row in (fp8, own)]
                      for stack in range(1, 6)]
@@ -69,6 +74,7 @@ class Plan(Cli):
             flags[LAYER.index(odd[0]) + 1] = odd[1]
             layer = self.run_json("plan", *flags)["layer"]
             self.assertNotIn("tessera-fp8", self.saved(layer))
+            self.assertNotIn("tessera-mxfp8", self.saved(layer))
 
     def test_saved_bytes_do_not_grow_with_granularity(self):
         def saved(n: str, experts: str, k: str) -> tuple[int, int]:

@@ -129,6 +129,10 @@ TEST(QuantisedPlans, ShareTheMemoryOfWhatIsDead) {
   };
   EXPECT_NEAR(mib(Pass::forward), 1414, 4);
   EXPECT_NEAR(mib(Pass::backward), 2700, 8);  // and ds_partials
+  desc.precision = Precision::mxfp8;
+  EXPECT_NEAR(mib(Pass::forward), 1420, 4);
+  EXPECT_NEAR(mib(Pass::backward), 2712, 8);
+  desc.precision = Precision::fp8;
   desc.weight_codes =
       true;  // no codes of w_down in forward; dO8 alone of what backward makes codes of
   EXPECT_NEAR(mib(Pass::forward), 1222, 4);

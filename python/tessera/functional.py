@@ -200,7 +200,8 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. On the CPU.
+            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. GPUs
+            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
         rounding: none, or, in training only, nr-f, sr-f, nr-s, balance-f, up or down: the rows of every expert become a
             multiple of `tile`.
@@ -298,7 +299,8 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. On the CPU.
+            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. GPUs
+            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
 
     Returns:
@@ -363,7 +365,8 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. On the CPU.
+            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. GPUs
+            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
         buffers: Six tensors or None (w_up, w_gate, w_down, b_up, b_gate, b_down) as the weights, into which backward
             adds the weight gradients instead of returning them; or None.

@@ -54,8 +54,8 @@ class MoE(nn.Module):
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need hidden and intermediate in multiples of 128 or 32; or auto, which today takes native. On the
-            CPU.
+            bytes) and need hidden and intermediate in multiples of 128 or 32; or auto, which today takes native. GPUs
+            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
         main_grad: Weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
             being returned (not under torch.compile, which returns them). Frozen weights get none.

@@ -373,10 +373,15 @@ int bench_cuda(BenchFlags const& flags, CLI::App const& command, std::string con
   request.command = command_line;
   request.commit = commit();
   request.keep = [&flags](Json const& document) { keep(flags, document); };
-  if (flags.gpus == 0) check_cuda_bench(request);
-  Json const document = flags.gpus == 0
-                            ? bench_on_cuda(flags.shape.context(), request)
-                            : bench_on_gpus(static_cast<std::int32_t>(flags.gpus), request);
+  Json document;
+  if (flags.gpus == 0) {
+    check_cuda_bench(request);
+    Context const context = flags.shape.context();
+    for (CudaBench::Job& job : request.jobs) resolve_precision(context, job.layer_case.desc);
+    document = bench_on_cuda(context, request);
+  } else {
+    document = bench_on_gpus(static_cast<std::int32_t>(flags.gpus), request);
+  }
   if (flags.json) print_json(document);
   for (Json const& row : document["rows"]) {
     bool const wrong = row["impl"] == "tessera" && !row["checked"].get<bool>();
@@ -412,9 +417,10 @@ int bench(BenchFlags flags, CLI::App const& command) {
     }
   }
   if (flags.gpus != 0) throw CommandError("--gpus: the CPU backend has none; leave it out");
-  auto const jobs = jobs_of(flags, command);
+  auto jobs = jobs_of(flags, command);
   Context const context = flags.shape.context();
-  for (Job const& job : jobs) {
+  for (Job& job : jobs) {
+    resolve_precision(context, job.layer_case.desc);
     verify::check_routing(job.layer_case);
     check(workspace_bytes(context, job.layer_case.desc, Pass::backward).status());
     require_memory(memory_needed(job.layer_case.desc));

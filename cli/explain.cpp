@@ -8,6 +8,8 @@
 #include "cli/output.hpp"
 #include "cli/shape_flags.hpp"
 #include "tessera/backend.hpp"
+#include "tessera/moe.hpp"
+#include "tessera/names.hpp"
 
 namespace tessera::cli {
 namespace {
@@ -40,7 +42,7 @@ std::string op_text(OpExplanation const& op) {
 int explain_layer(ShapeFlags const& flags, CLI::App const& command, bool json) {
   flags.refuse_data(command);
   Context const context = flags.context();
-  MoeDesc const desc = flags.layer_case().desc;
+  MoeDesc desc = flags.layer_case().desc;
   Json passes = Json::object();
   std::string text;
   for (auto const& [name, pass] :
@@ -55,7 +57,8 @@ int explain_layer(ShapeFlags const& flags, CLI::App const& command, bool json) {
     }
     passes[name] = {{"workspace_bytes", workspace}, {"ops", list}};
   }
-  auto const saved = value_of(saved_bytes(desc));
+  auto const saved = value_of(saved_bytes(context, desc));
+  desc.precision = value_of(chosen_precision(context, desc));
   text += fmt::format(
       "saved between them: x {}, h {}, routing {}", bytes_text(static_cast<double>(saved.x)),
       bytes_text(static_cast<double>(saved.h)), bytes_text(static_cast<double>(saved.routing)));
@@ -71,6 +74,7 @@ int explain_layer(ShapeFlags const& flags, CLI::App const& command, bool json) {
   }
   print_json({{"shape", shape_json(desc.shape)},
               {"device", flags.device()},
+              {"precision", name_of(kPrecisionNames, desc.precision)},
               {"saved_bytes", saved_json(desc, saved)},
               {"passes", passes}});
   return kOk;

@@ -96,6 +96,9 @@ Subject read_subject(Flags const& flags, CLI::App const& command) {
     throw CommandError(
         fmt::format("--tile {}: a tile has at least one row", subject.desc.router.tile));
   }
+  if (subject.desc.precision == Precision::automatic) {
+    resolve_precision(flags.shape.context(), subject.desc);
+  }
   saved_by_layer(subject.desc);  // every rule of the library for a layer
   return subject;
 }

@@ -7,7 +7,11 @@
 #include <charconv>
 #include <cmath>
 
+#include "cli/commands.hpp"
+#include "cli/output.hpp"
 #include "cli/routing_file.hpp"
+#include "tessera/moe.hpp"
+#include "tessera/names.hpp"
 #include "tessera/router.hpp"
 #include "verify/names.hpp"
 
@@ -78,6 +82,16 @@ WeightLayout read_layout(std::string const& text) {
                   text, names_text(kLayoutNames)));
 }
 
+void resolve_precision(Context const& context, MoeDesc& desc) {
+  if (desc.precision != Precision::automatic) return;
+  MoeDesc asked = desc;
+  if (!asked.rounds_tokens())
+    asked.router.tile = Router().tile;  // in a plan it is that of waste too
+  desc.precision = value_of(chosen_precision(context, asked));
+  print_note(fmt::format("note: --precision auto takes {} here; explain says why\n",
+                         name_of(kPrecisionNames, desc.precision)));
+}
+
 void ShapeFlags::add_to(CLI::App& command) {
   auto* const shape = command.add_option_group("Shape");
   shape->add_option("--tokens", tokens_, "T (default 512)")->type_name("T");
@@ -105,7 +119,8 @@ void ShapeFlags::add_to(CLI::App& command) {
                     "storage type of the router: fp32 bf16 (default: as --dtype)");
   shape
       ->add_option("--precision", precision_,
-                   "native fp8 mxfp8 auto: whether operands of bf16 layers are quantised")
+                   "native fp8 mxfp8 auto: whether operands of bf16 layers are quantised; auto: "
+                   "fp8 where --device is expected to be faster with it")
       ->capture_default_str();
   shape->add_option("--scales", scales_, "of --precision fp8: fp32 pow2 (default fp32)");
 
@@ -216,6 +231,12 @@ verify::LayerCase ShapeFlags::layer_case() const {
   out.gradient_mode = accumulate_ ? GradientMode::accumulate : GradientMode::write;
   out.seed = seed_;
   read_routing(out);
+  return out;
+}
+
+verify::LayerCase ShapeFlags::layer_case(Context const& context) const {
+  verify::LayerCase out = layer_case();
+  resolve_precision(context, out.desc);
   return out;
 }
 

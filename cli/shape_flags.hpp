@@ -44,6 +44,9 @@ inline constexpr std::string_view kPrecisionFlags[] = {"--precision", "--scales"
 /// The layout that --layout names. Throws CommandError for a name that is not known.
 WeightLayout read_layout(std::string const& text);
 
+/// Puts what --precision auto takes on this context in its place. Throws CommandError where the library refuses `desc`.
+void resolve_precision(Context const& context, MoeDesc& desc);
+
 class ShapeFlags {
  public:
   /// Declares the flags on `command`, which must outlive neither this object nor the parse.
@@ -60,6 +63,9 @@ class ShapeFlags {
   [[nodiscard]] bool any_shape() const noexcept;
 
   [[nodiscard]] bool has_layout() const noexcept { return !layout_.empty(); }
+
+  /// The same with what --precision auto takes on this context.
+  [[nodiscard]] verify::LayerCase layer_case(Context const& context) const;
 
   /// The context for --device and --threads.
   [[nodiscard]] Context context() const;

@@ -82,7 +82,7 @@ double memory_needed(MoeDesc const& desc) {
 }
 
 int verify_one(VerifyFlags const& flags, Context const& context, Context const& repeat) {
-  verify::LayerCase const layer_case = flags.shape.layer_case();
+  verify::LayerCase const layer_case = flags.shape.layer_case(context);
   check(workspace_bytes(context, layer_case.desc, Pass::forward).status());
   require_memory(memory_needed(layer_case.desc));
   auto const result = value_of(verify::verify_case(context, repeat, layer_case));

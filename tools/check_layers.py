@@ -52,7 +52,9 @@ LAYERS = {
     "src/cuda/mxfp8": [
         "src/cuda/gemm", "src/cuda/gemm/sm100", "src/cuda/epilogue", "src/cuda/host",
     ],
-    "src/cuda/layer": ["include/tessera", "src/core", "src/cuda/host", "src/cuda/tuning/sm100.hpp"],
+    "src/cuda/layer": [
+        "include/tessera", "src/core", "src/cuda/host", "src/cuda/tuning/precision.hpp", "src/cuda/tuning/sm100.hpp",
+    ],
     "src/cuda/tuning": ["src/cuda/gemm/config.hpp", "include/tessera/shape.hpp"],
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": [

@@ -148,8 +148,18 @@ struct SavedBytes {
   [[nodiscard]] std::size_t total() const noexcept { return x + h + routing + x_scale + h_scale; }
 };
 
-/// Bytes forward must leave behind, from the shape alone. Errors: invalid_argument for a bad desc.
+/// The precision of `desc`, or, where that is automatic, what calls on this context take in its place: what is saved, and
+/// whether codes of weights are read, depends on it. Equal for all passes. With MoeDesc::weight_codes: what they take if
+/// codes are handed in. Errors: those of a call for this desc.
+TESSERA_EXPORT Expected<Precision> chosen_precision(Context const& context,
+                                                    MoeDesc const& desc) noexcept;
+
+/// Bytes forward must leave behind, from the shape alone. Errors: invalid_argument for a bad desc, and for
+/// Precision::automatic, for which a context has to be given.
 TESSERA_EXPORT Expected<SavedBytes> saved_bytes(MoeDesc const& desc) noexcept;
+/// Bytes forward must leave behind on this context. Errors: those of a call for this desc.
+TESSERA_EXPORT Expected<SavedBytes> saved_bytes(Context const& context,
+                                                MoeDesc const& desc) noexcept;
 
 /// Bytes of workspace a pass needs on this context: from shape and options, never from data.
 TESSERA_EXPORT Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& desc,

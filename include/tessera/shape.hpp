@@ -129,7 +129,8 @@ enum class Precision : std::int32_t {
   fp8 = 1,
   /// Blocks of 32 with e8m0 scales; hidden, intermediate: multiples of 32.
   mxfp8 = 2,
-  /// fp8 where it is expected to be faster than native, else native; explain() says which, and why.
+  /// fp8 where it is served and expected to be faster than native, else native: shape, options and device decide, never
+  /// data. chosen_precision() (moe.hpp) says which, explain() says why too.
   automatic = 3,
 };
 
@@ -156,7 +157,7 @@ struct MoeDesc {
   DType router_dtype = DType::none;
   Precision precision = Precision::native;
   bool pow2_scales = false;  ///< Precision::fp8: scales are powers of two, rather than any fp32
-  /// Precision::fp8: calls read weights as codes that quantise_weights() (low_precision.hpp) made once for all passes
+  /// Precision::fp8, or automatic where that takes fp8: calls read weights as codes that quantise_weights() (low_precision.hpp) made once for all passes
   /// of a step, and quantise none: WeightCodes (moe.hpp) in place of w_up, w_gate and w_down, which are absent. Bits
   /// are those of calls that quantise.
   bool weight_codes = false;

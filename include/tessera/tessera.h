@@ -89,7 +89,7 @@ typedef struct {
   int32_t precision;   /* of the GEMMs: Precision in shape.hpp; 0: native */
   int32_t pow2_scales; /* of precision fp8: 0 or 1 */
   int32_t
-      weight_codes; /* of precision fp8: 1: weights come as codes, in weight_codes of the arguments */
+      weight_codes; /* where it is fp8: 1: weights come as codes, in weight_codes of the arguments */
   int32_t reserved_codes;
 } tessera_moe_desc;
 
@@ -263,6 +263,9 @@ int tessera_moe_workspace(tessera_context const*, tessera_moe_desc const*, int p
 int tessera_moe_scores_are_constant(tessera_moe_desc const*, int32_t* constant);
 int tessera_moe_saved(tessera_moe_desc const*, size_t* x_bytes, size_t* h_bytes,
                       size_t* routing_bytes);
+/* *precision: that of the desc, or what automatic takes on this context. tessera_moe_saved and
+ * tessera_moe_saved_scales refuse automatic: what is saved depends on what it takes. chosen_precision in moe.hpp */
+int tessera_moe_precision(tessera_context const*, tessera_moe_desc const*, int32_t* precision);
 /* Bytes of the scales that stay beside x8 and h; 0 with precision native. */
 int tessera_moe_saved_scales(tessera_moe_desc const*, size_t* x_scale_bytes, size_t* h_scale_bytes);
 

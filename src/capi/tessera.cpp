@@ -326,6 +326,20 @@ Status scores_are_constant(tessera_moe_desc const* c_desc, std::int32_t* constan
   return {};
 }
 
+Status precision(tessera_context const* context, tessera_moe_desc const* c_desc,
+                 std::int32_t* chosen) noexcept {
+  TESSERA_TRY(check_context(context));
+  if (chosen == nullptr) {
+    return Status::invalid("precision: null pointer; pass where to store it");
+  }
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  auto const of_calls = tessera::chosen_precision(context->context, desc);
+  if (!of_calls.ok()) return of_calls.status();
+  *chosen = static_cast<std::int32_t>(of_calls.value());
+  return {};
+}
+
 Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* h_bytes,
              std::size_t* routing_bytes) noexcept {
   tessera::MoeDesc desc;
@@ -376,6 +390,10 @@ TESSERA_C_API int tessera_moe_workspace(tessera_context const* context,
 }
 TESSERA_C_API int tessera_moe_scores_are_constant(tessera_moe_desc const* desc, int32_t* constant) {
   return finish(scores_are_constant(desc, constant));
+}
+TESSERA_C_API int tessera_moe_precision(tessera_context const* context,
+                                        tessera_moe_desc const* desc, int32_t* chosen) {
+  return finish(precision(context, desc, chosen));
 }
 TESSERA_C_API int tessera_moe_saved(tessera_moe_desc const* desc, size_t* x_bytes, size_t* h_bytes,
                                     size_t* routing_bytes) {

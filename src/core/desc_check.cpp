@@ -231,7 +231,7 @@ Status check_options(MoeDesc const& desc) noexcept {
         "grouping offsets",
         static_cast<int>(desc.grouping));
   }
-  if (gathers_grouped_rows(desc) && desc.precision != Precision::native) {
+  if (gathers_grouped_rows(desc) && desc.quantises()) {
     return Status::unsupported(
         "precision=%s with rows that gather tokens: native alone has them; use native",
         name_of(kPrecisionNames, desc.precision));
@@ -260,7 +260,8 @@ Status check_precision(MoeDesc const& desc) noexcept {
         "pow2_scales with precision %s: it would change nothing, only fp8 reads it; leave it out",
         name);
   }
-  if (desc.weight_codes && desc.precision != Precision::fp8) {
+  if (desc.weight_codes && desc.precision != Precision::fp8 &&
+      desc.precision != Precision::automatic) {
     return Status::invalid(
         "weight_codes with precision %s: only layers of fp8 read codes of weights; leave it out",
         name);

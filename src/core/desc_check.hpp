@@ -12,11 +12,9 @@ namespace tessera::core {
 /// Sizes in range, enums known, options consistent. Errors: invalid_argument.
 Status check_desc(MoeDesc const& desc) noexcept;
 
-/// The same layer with its router in one spelling, and native for Precision::automatic: no pass in FP8 is expected to
-/// be faster yet. Of a checked desc.
+/// The same layer with its router in one spelling. Of a checked desc.
 inline MoeDesc resolved(MoeDesc desc) noexcept {
   desc.router = tessera::resolved(desc.router);
-  if (desc.precision == Precision::automatic) desc.precision = Precision::native;
   return desc;
 }
 

@@ -2,7 +2,6 @@
 // Backends of this build, and what a call would run.
 #include <string>
 
-#include "core/desc_check.hpp"
 #include "cpu/parallel/layer.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/support.hpp"
@@ -149,18 +148,19 @@ char const* codes_candidate(Context const& context) {
   return has_fp8 ? "cuda/fp8" : "cuda/mxfp8";
 }
 
-/// Says why Precision::automatic took native, at each op that would be quantised.
-void add_automatic(Context const& context, std::vector<OpExplanation>& ops) {
-  bool const on_gpu = context.cuda() != nullptr;
+/// Says what Precision::automatic took, and why, at each product that fp8 quantises.
+void add_automatic(Context const& context, MoeDesc const& given, std::vector<OpExplanation>& ops) {
+  Status const gains = ops::check_gains_by_fp8(context, given);
   for (OpExplanation& op : ops) {
     std::string const& name = op.op;
     bool const product = name.ends_with("projection_fwd") || name.ends_with("projection_dgrad");
     if (!product) continue;
-    op.candidates.push_back(
-        {codes_candidate(context), false,
-         on_gpu ? "precision auto takes native: with gradients from bf16 an fp8 step is not "
-                  "expected to be faster"
-                : "precision auto takes native: a CPU multiplies no codes, quantising costs time"});
+    if (gains.ok()) {
+      op.candidates.front().reason += "; precision auto takes fp8: a step is expected to be faster";
+      continue;
+    }
+    op.candidates.push_back({codes_candidate(context), false,
+                             std::string("precision auto takes native: ") + gains.text()});
   }
 }
 
@@ -186,12 +186,12 @@ Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc con
                                              Pass pass) noexcept {
   auto const bytes = workspace_bytes(context, given, pass);  // every rule for the description
   if (!bytes.ok()) return bytes.status();
-  MoeDesc const desc = core::resolved(given);
+  MoeDesc const desc = ops::resolved(context, given);
   try {
     bool const on_gpu = context.cuda() != nullptr;
     auto ops =
         on_gpu ? cuda::explain(*context.cuda(), desc, pass) : explain_ops(context, desc, pass);
-    if (given.precision == Precision::automatic) add_automatic(context, ops);
+    if (given.precision == Precision::automatic) add_automatic(context, given, ops);
     return ops;
   } catch (...) {
     return out_of_memory();

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_backward: down_projection_dgrad -> router -> down_projection_wgrad -> up_projection_dgrad ->
 // aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
-#include "core/desc_check.hpp"
 #include "core/gathered_rows.hpp"
 #include "core/gradient_dtype.hpp"
 #include "cpu/parallel/ops.hpp"
@@ -375,7 +374,7 @@ template <class Run>
 Status run_backward(Context const& context, MoeDesc const& given, MoeBackwardArgs const& args,
                     Pass pass, Stream stream, Run&& run) noexcept {
   TESSERA_TRY(ops::check_supported(context, given));
-  MoeDesc const desc = core::resolved(given);
+  MoeDesc const desc = ops::resolved(context, given);
   if (context.cuda() != nullptr) return backward_on_cuda(context, desc, args, pass, stream);
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate
-#include "core/desc_check.hpp"
 #include "core/gathered_rows.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
@@ -123,7 +122,7 @@ Status moe_forward(Context const& context, MoeDesc const& given, MoeForwardArgs 
                    Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, given));
   TESSERA_TRY(core::refuse_gathered_rows(given));
-  MoeDesc const desc = core::resolved(given);
+  MoeDesc const desc = ops::resolved(context, given);
   if (context.cuda() != nullptr) return forward_on_cuda(context, desc, args, stream);
   ops::ForwardPlan const plan = ops::plan_forward(context, desc);
   TESSERA_TRY(ops::check_tensors(context.device(), desc, args, plan.bytes));

@@ -2,7 +2,6 @@
 // route: logits and selection alone
 #include <algorithm>
 
-#include "core/desc_check.hpp"
 #include "core/dtype_name.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
@@ -151,7 +150,7 @@ void copy_slots(MoeDesc const& desc, RoutingView const& routing, RouteArgs const
 Status route(Context const& context, MoeDesc const& given, RouteArgs const& args,
              Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, given));
-  MoeDesc const desc = core::resolved(given);
+  MoeDesc const desc = ops::resolved(context, given);
   if (desc.router.kind == RouterKind::given || desc.router.replay) {
     return Status::invalid(
         "router=%d, replay=%d: the ids are given, there is nothing to route; use a router",

@@ -74,6 +74,22 @@ Status check_supported(Context const& context, MoeDesc const& desc) noexcept {
   return cuda::check_supported(desc);
 }
 
+Status check_gains_by_fp8(Context const& context, MoeDesc const& desc) noexcept {
+  if (context.cuda() != nullptr) {
+    return cuda::check_gains_by_fp8(context.cuda()->architecture(), desc);
+  }
+  return Status::unsupported("a CPU multiplies no codes, quantising costs time");
+}
+
+MoeDesc resolved(Context const& context, MoeDesc desc) noexcept {
+  desc = core::resolved(desc);
+  if (desc.precision != Precision::automatic) return desc;
+  bool const gains = check_gains_by_fp8(context, desc).ok();
+  desc.precision = gains ? Precision::fp8 : Precision::native;
+  desc.weight_codes = desc.weight_codes && gains;
+  return desc;
+}
+
 std::size_t routing_table_bytes(MoeDesc const& desc) noexcept {
   // The tables lie one behind the other: where the last one ends is how much they take.
   return 4 * static_cast<std::size_t>(lay_out(desc, nullptr).elements);
@@ -101,8 +117,23 @@ Expected<RoutingView> routing_view(MoeDesc const& given, Buffer routing) noexcep
   return ops::view_routing(desc, routing.data);
 }
 
+Expected<Precision> chosen_precision(Context const& context, MoeDesc const& desc) noexcept {
+  TESSERA_TRY(ops::check_supported(context, desc));
+  return ops::resolved(context, desc).precision;
+}
+
+Expected<SavedBytes> saved_bytes(Context const& context, MoeDesc const& desc) noexcept {
+  TESSERA_TRY(ops::check_supported(context, desc));
+  return saved_bytes(ops::resolved(context, desc));
+}
+
 Expected<SavedBytes> saved_bytes(MoeDesc const& given) noexcept {
   TESSERA_TRY(core::check_desc(given));
+  if (given.precision == Precision::automatic) {
+    return Status::invalid(
+        "precision=auto: what is saved depends on the device; put what chosen_precision() says in "
+        "its place, in C tessera_moe_precision(), or ask with a context");
+  }
   MoeDesc const desc = core::resolved(given);
   std::size_t const element = desc.quantises() ? 1 : dtype_bytes(desc.dtype);
   SavedBytes saved;
@@ -124,7 +155,7 @@ Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& giv
                                       Pass pass) noexcept {
   TESSERA_TRY(core::check_pass(pass));
   TESSERA_TRY(ops::check_supported(context, given));
-  MoeDesc const desc = core::resolved(given);
+  MoeDesc const desc = ops::resolved(context, given);
   if (context.cuda() != nullptr) {
     return cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc));
   }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/tessera.h"
@@ -124,6 +125,18 @@ TEST_F(CAbi, ReadsThePrecision) {
   low.precision = 2;
   ASSERT_EQ(tessera_moe_saved_scales(&low, &x, nullptr), TESSERA_OK);
   EXPECT_EQ(x, 4u * static_cast<size_t>(low.tokens));
+  low.precision = 3;
+  expect_error(tessera_moe_saved_scales(&low, &x, nullptr), TESSERA_INVALID_ARGUMENT,
+               "precision=auto: what is saved depends on the device");
+  int32_t chosen = -1;
+  for (auto const& [asked, taken] : {std::pair{1, 1}, {2, 2}, {3, 0}, {0, 0}}) {
+    low.precision = asked;
+    ASSERT_EQ(tessera_moe_precision(context, &low, &chosen), TESSERA_OK);
+    EXPECT_EQ(chosen, taken);
+  }
+  expect_error(tessera_moe_precision(context, &low, nullptr), TESSERA_INVALID_ARGUMENT,
+               "precision: null pointer");
+  expect_error(tessera_moe_precision(nullptr, &low, &chosen), TESSERA_INVALID_ARGUMENT, "context");
   desc.pow2_scales = 1;
   desc.precision = 0;
   expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,

@@ -169,8 +169,13 @@ TEST(Memory, CodesHalveWhatIsSaved) {
                       (32u << 20));
       }
     }
-    bf16.precision = Precision::automatic;
-    EXPECT_EQ(value_of(saved_bytes(bf16)).total(), plain.total());
+    bf16.precision = Precision::automatic;  // without a device nobody knows what it takes
+    auto const unknown = saved_bytes(bf16);
+    ASSERT_FALSE(unknown.ok());
+    EXPECT_NE(std::string(unknown.status().text()).find("chosen_precision()"), std::string::npos);
+    EXPECT_EQ(value_of(chosen_precision(context, bf16)), Precision::native);
+    EXPECT_EQ(value_of(saved_bytes(context, bf16)).total(), plain.total());
+    EXPECT_EQ(value_of(routing_bytes(bf16)), plain.routing);
   }
   // The scales of h are rows of a multiple of 4.
   MoeDesc odd;

@@ -108,6 +108,9 @@ class Verify(Cli):
         self.refuse("verify", *shape, "--precision", "fp8", "--column-chunk", "64", naming="column_chunk=64")
         self.refuse("verify", "--precision", "fp8", naming="dtype=fp32")
         self.run_tessera("verify", "--random", "1", "--unproven-kernels", code=0)
+        auto = self.run_tessera("verify", *shape, "--precision", "auto", "--json", code=0)
+        self.assertNotIn("precision", json.loads(auto.stdout))  # native
+        self.assertIn("--precision auto takes native here", auto.stderr)
         self.refuse("verify", "--random", "3", "--precision", "auto", naming="--precision auto with --random")
         self.refuse("verify", "--random", "3", "--scales", "pow2", naming="--scales with --random")
         cases = self.run_json("verify", "--random", "4", "--precision", "fp8", "--seed", "3")["cases"]
@@ -121,7 +124,10 @@ class Verify(Cli):
             self.assertEqual(saved[0], saved[1])
             self.assertEqual([2 * part["h"] for part in saved[2:]], [saved[1]["h"]] * 2)
             self.assertEqual([part["h_scale"] for part in saved[2:]], [saved[1]["h"] // 64] * 2)
-        auto = self.run_json("explain", *shape, "--precision", "auto")["passes"]
+        auto = self.run_json("explain", *shape, "--precision", "auto")
+        self.assertEqual(auto["precision"], "native")
+        self.assertEqual(self.run_json("explain", *shape, "--precision", "fp8")["precision"], "fp8")
+        auto = auto["passes"]
         for name, ops in (("forward", 2), ("backward", 2)):
             reasons = [c["reason"] for op in auto[name]["ops"] for c in op["candidates"]]
             self.assertEqual(sum("auto takes native" in reason for reason in reasons), ops)

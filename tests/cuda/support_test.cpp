@@ -192,6 +192,68 @@ TEST(CheckSupported, RefusesWhatIsNotComputedWithQuantisedOperands) {
                  Precision::mxfp8);
 }
 
+/// Qwen3-30B at 32768 tokens, the smallest layer that gains.
+MoeDesc gaining_desc() {
+  MoeDesc desc = served_desc();
+  desc.shape = {.tokens = 32768, .hidden = 2048, .intermediate = 768, .experts = 128, .top_k = 8};
+  desc.precision = Precision::automatic;
+  return desc;
+}
+
+TEST(AutomaticPrecision, TakesFp8WhereItWasFasterAndAbove) {
+  EXPECT_TRUE(check_gains_by_fp8(Architecture::sm_90, gaining_desc()).ok());
+  MoeDesc desc = gaining_desc();
+  desc.shape.hidden = 4096;
+  desc.shape.intermediate = 1536;
+  desc.save = SavePolicy::x;
+  desc.overwrite_h = false;
+  EXPECT_TRUE(check_gains_by_fp8(Architecture::sm_90, desc).ok());
+  desc = gaining_desc();
+  desc.shape.tokens /= 2;
+  EXPECT_FALSE(check_gains_by_fp8(Architecture::sm_90, desc).ok());
+  desc.weight_codes = true;
+  EXPECT_TRUE(check_gains_by_fp8(Architecture::sm_90, desc).ok());
+  // Rows that rounding may add are none that a shape is sure to have.
+  desc = gaining_desc();
+  desc.shape.tokens -= 16;
+  desc.router.round = Rounding::up;
+  EXPECT_FALSE(check_gains_by_fp8(Architecture::sm_90, desc).ok());
+}
+
+TEST(AutomaticPrecision, TakesNativeElsewhereAndSaysWhy) {
+  struct Native {
+    char const* text;
+    void (*change)(MoeDesc&);
+    Architecture architecture = Architecture::sm_90;
+  };
+  for (Native const& native : {
+           Native{"hidden=1792: fp8 is expected to be faster from 2048 on",
+                  [](MoeDesc& d) { d.shape.hidden = 1792; }},
+           {"intermediate=512: ", [](MoeDesc& d) { d.shape.intermediate = 512; }},
+           {"experts per token * intermediate=5376: ", [](MoeDesc& d) { d.shape.top_k = 7; }},
+           {"rows per expert=2047: ", [](MoeDesc& d) { d.shape.tokens -= 1; }},
+           {"rows per expert=1023: ",
+            [](MoeDesc& d) {
+              d.shape.tokens = 16383;
+              d.weight_codes = true;
+            }},
+           {"experts per token * intermediate=0: ", [](MoeDesc& d) { d.shape.tokens = 0; }},
+           {"precision=fp8 with dtype=fp32: ", [](MoeDesc& d) { d.dtype = DType::fp32; }},
+           {"hidden=2112 ", [](MoeDesc& d) { d.shape.hidden = 2112; }},
+           {"intermediate=896 ", [](MoeDesc& d) { d.shape.intermediate = 896; }},
+           {"column_chunk=64 ", [](MoeDesc& d) { d.column_chunk = 64; }},
+           {"activation=geglu ", [](MoeDesc& d) { d.activation.kind = ActivationKind::geglu; }},
+           {"bias ", [](MoeDesc& d) { d.bias = true; }},
+           {"precision=fp8 on sm_100a: ", [](MoeDesc&) {}, Architecture::sm_100},
+       }) {
+    MoeDesc desc = gaining_desc();
+    native.change(desc);
+    Status const status = check_gains_by_fp8(native.architecture, desc);
+    EXPECT_FALSE(status.ok()) << native.text;
+    EXPECT_TRUE(std::string(status.text()).starts_with(native.text)) << status.text();
+  }
+}
+
 TEST(CheckSupported, RefusesTheRestWithAReason) {
   auto const refused = [](auto&& change) {
     MoeDesc desc = served_desc();

@@ -56,6 +56,10 @@ Status check_storage(DType dtype) noexcept;
 /// Refuses a desc that core::check_desc accepted and the backend does not serve.
 Status check_supported(MoeDesc const& desc) noexcept;
 
+/// Ok for a desc of Precision::automatic that takes fp8 on such a GPU: fp8 serves it and is expected to be faster. Else
+/// the error says why it takes native.
+Status check_gains_by_fp8(Architecture architecture, MoeDesc const& desc) noexcept;
+
 /// Bytes of workspace of a pass for a supported desc. With SavePolicy::none the routing tables, `routing_bytes` long,
 /// stand at the start of forward's aligned workspace.
 std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_bytes) noexcept;

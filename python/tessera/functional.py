@@ -6,19 +6,15 @@ All functions are differentiable once, deterministic (equal bits from run to run
 input, NotImplementedError for what this version does not serve, with rule, value and remedy in one line.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
-from tessera import library, ops
+from tessera import library
+from tessera.layer_call import as_rows, autocast, local, options_text, run
 from tessera.ops import memory
-from tessera.ops.autograd import recall
 from tessera.ops.masks import rows_of_mask
 from tessera.ops.prepared_calls import here
-from tessera.options import Options
 
 
 class RouterOutput(NamedTuple):
@@ -51,106 +47,6 @@ class RouterOutput(NamedTuple):
     counts: torch.Tensor                 # [E] int32: rows that each expert computed
     topk_counts: torch.Tensor            # [E] int32: the same before token rounding, for losses and balancing
     token_offsets: torch.Tensor | None   # [T+1] int32, or None where every token has K experts
-
-
-def _text(*values) -> str:
-    return Options(*values).text()
-
-
-_cached_text = functools.lru_cache(maxsize=4096)(_text)
-
-
-def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, layout="concat",
-                 router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0,
-                 capacity=0, rounding="none", tile=128, seed=0, layer=0, save="h", grouping="slots",
-                 logits=False, column_chunk=0, precision="native",
-                 scales="fp32") -> str:
-    """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
-    make = _text if is_compiling() else _cached_text
-    return make(activation, alpha, limit, up_offset, layout, router, top_k, route_scale, normalize_scores, groups,
-                top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits, column_chunk, precision,
-                scales)
-
-
-def local(tensor):
-    """A DTensor's shard on this rank; other tensors unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _rows(name: str, tensor):
-    """As a matrix: of any rank but 0."""
-    if not tensor.dim():
-        raise ValueError(f"{name}: rank 0; the last dimension is needed, shape [.., size]")
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False,
-        step: int = 0, token_mask=None):
-    """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
-
-    routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
-    weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only);
-    token_mask: [T] bool or None.
-    """
-    arguments, compiling = (x, *routing, *weights, token_mask), is_compiling()
-    forward_mode = forward_ad._current_level >= 0  # then moe_forward, whose autograd refuses tangents
-    if not compiling and not step and not forward_mode:
-        call, tensors = recall(text, arguments)
-        if call is not None:
-            return _run(call, tensors, buffers, step)
-    if not compiling and torch._C._get_tracing_state() is not None:
-        raise NotImplementedError("torch.jit.trace: Tessera's calls depend on shapes, which a trace takes for "
-                                  "constants; use torch.compile or torch.export")
-    cast = torch._C._is_any_autocast_enabled()
-    straight = not compiling and not forward_mode and ops.autograd.direct()
-    gradients, plain = False, True
-    for tensor in arguments:
-        if tensor is not None:
-            plain = plain and type(tensor) in ops.autograd.PLAIN and (compiling or not tensor.is_neg())
-            gradients = gradients or tensor.requires_grad
-    alike = plain and not cast and not compiling and not step
-    if not plain:
-        arguments = tuple([local(t) for t in arguments])
-        if not compiling:  # the memory of a tensor that is negated lazily has the other sign
-            arguments = tuple([t if t is None else t.resolve_neg() for t in arguments])
-        plain = all(t is None or type(t) in ops.autograd.PLAIN for t in arguments)
-    if cast:
-        arguments = autocast(arguments, _UNCAST, _ROUTER)
-    training = gradients and torch.is_grad_enabled()
-    straight = straight and plain and not x.is_meta  # on meta there is nothing to compute: the fake kernels answer
-    if compiling or forward_mode and buffers is None or not (training or straight and not with_tables):
-        if training or with_tables or forward_mode:
-            return torch.ops.tessera.moe_forward.default(*ops.layer.join_inputs(arguments, text, step))
-        return (torch.ops.tessera.moe_inference.default(*ops.layer.join_inputs(arguments, text, step)),)
-    prepared = ops.layer.prepared_forward(arguments, text, step, training) if straight else None
-    call = ops.autograd.Call(text, arguments, with_tables, training, prepared)
-    if straight and alike:
-        call.remember(arguments)
-    return _run(call, call.present(arguments), buffers, step)
-
-
-def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: int):
-    if not call.training:
-        return call.prepared.run(tensors, step=step)
-    apply = ops.autograd.Layer.apply if call.prepared is None else ops.autograd.apply_directly
-    results = apply((call, buffers, step), *tensors)
-    return results if call.everything else (results,)
-
-
-# Positions in INPUTS that stay as they are under autocast: ids, scores, biases of the selection, the mask.
-_UNCAST = frozenset((1, 2, 5, 6, 7, 14))
-_ROUTER = frozenset((3, 4))  # stay too where they are fp32
-
-
-def autocast(arguments: tuple, uncast: frozenset = frozenset(), router: frozenset = frozenset()) -> tuple:
-    """In the type that autocast wants on the device of the first of them, where it is enabled there. `uncast` stay as
-    they are, `router` where they are fp32: logits are sensitive, and their GEMM is small."""
-    device = arguments[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return arguments
-    dtype = torch.get_autocast_dtype(device)
-    return tuple([t if t is None or i in uncast or i in router and t.dtype is torch.float32 else t.to(dtype)
-                  for i, t in enumerate(arguments)])
 
 
 def _cast(*arguments) -> tuple:
@@ -244,7 +140,7 @@ def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple,
     if step < 0:
         raise ValueError(f"step={step}: must be in [0, 2^63); it counts optimizer steps")
     flat = x.dim() == 2
-    rows = x if flat else _rows("x", x)
+    rows = x if flat else as_rows("x", x)
     results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step,
                   rows_of_mask(mask, x))
     o = results[0] if flat else results[0].view(x.shape)
@@ -326,9 +222,9 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
 
 def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, buffers=None):
     """`routed_experts` with its options as text (options_text), for callers that keep it."""
-    rows = x if x.dim() == 2 else _rows("x", x)
+    rows = x if x.dim() == 2 else as_rows("x", x)
     if topk_ids.dim() != 2:
-        topk_ids, topk_weights = _rows("topk_ids", topk_ids), _rows("topk_weights", topk_weights)
+        topk_ids, topk_weights = as_rows("topk_ids", topk_ids), as_rows("topk_weights", topk_weights)
     if topk_weights.dtype is not torch.float32:
         topk_weights = topk_weights.float()
     o = run(text, rows, (topk_ids, topk_weights, None, None, None, None, None), weights, buffers)[0]
@@ -429,7 +325,7 @@ def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=Non
     """
     text = options_text(router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores,
                         groups=groups, top_groups=top_groups)
-    rows = _rows("x", x)
+    rows = as_rows("x", x)
     tensors = tuple([local(t) for t in (rows, w_router, b_router, selection_bias)])
     if torch._C._is_any_autocast_enabled():
         tensors = autocast(tensors, frozenset((3,)), frozenset((1, 2)))

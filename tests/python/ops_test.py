@@ -15,7 +15,7 @@ import tessera
 import tessera.ops
 import tier
 import torch
-from tessera import library, options
+from tessera import layer_call, library, options
 
 
 class Fp32Entries(layers.Entries, unittest.TestCase):
@@ -233,16 +233,16 @@ class Names(unittest.TestCase):
     def test_equal_options_have_equal_texts(self):
         """1 is True to a cache, so it must be True to the layer, whichever of them comes first."""
         for first in (1, True):
-            tessera.functional._cached_text.cache_clear()
+            layer_call._cached_text.cache_clear()
             for value in (first, 1, True):
-                text = tessera.functional.options_text(router="sigmoid-bias", normalize_scores=value, limit=1)
+                text = layer_call.options_text(router="sigmoid-bias", normalize_scores=value, limit=1)
                 self.assertEqual(text, "limit=1.0 router=sigmoid-bias normalize_scores=True")
                 self.assertIs(options.parse(text).normalize_scores, True)
         for changes, text in (({"normalize_scores": 2}, "normalize_scores=2: must be of type bool"),
                               ({"normalize_scores": "False"}, "normalize_scores=False: must be of type bool"),
                               ({"top_k": 2.5}, "top_k=2.5: must be of type int")):
             with self.assertRaisesRegex(ValueError, text):
-                tessera.functional.options_text(**changes)
+                layer_call.options_text(**changes)
 
 
 class Refusals(unittest.TestCase):

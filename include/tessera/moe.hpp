@@ -148,9 +148,9 @@ struct SavedBytes {
   [[nodiscard]] std::size_t total() const noexcept { return x + h + routing + x_scale + h_scale; }
 };
 
-/// The precision of `desc`, or, where that is automatic, what calls on this context take in its place: what is saved, and
-/// whether codes of weights are read, depends on it. Equal for all passes. With MoeDesc::weight_codes: what they take if
-/// codes are handed in. Errors: those of a call for this desc.
+/// The precision of `desc`, or, where that is automatic, what calls on this context take in its place: what is saved,
+/// and whether codes of weights are read, depends on it. Equal for all passes. With MoeDesc::weight_codes: what they
+/// take if codes are handed in. Errors: those of a call for this desc.
 TESSERA_EXPORT Expected<Precision> chosen_precision(Context const& context,
                                                     MoeDesc const& desc) noexcept;
 

@@ -157,9 +157,9 @@ struct MoeDesc {
   DType router_dtype = DType::none;
   Precision precision = Precision::native;
   bool pow2_scales = false;  ///< Precision::fp8: scales are powers of two, rather than any fp32
-  /// Precision::fp8, or automatic where that takes fp8: calls read weights as codes that quantise_weights() (low_precision.hpp) made once for all passes
-  /// of a step, and quantise none: WeightCodes (moe.hpp) in place of w_up, w_gate and w_down, which are absent. Bits
-  /// are those of calls that quantise.
+  /// Precision::fp8, or automatic where that takes fp8: calls read weights as codes that quantise_weights()
+  /// (low_precision.hpp) made once for all passes of a step, and quantise none: WeightCodes (moe.hpp) in place of
+  /// w_up, w_gate and w_down, which are absent. Bits are those of calls that quantise.
   bool weight_codes = false;
 
   /// True if operands are quantised. Ask only once a `precision` of automatic has been resolved.

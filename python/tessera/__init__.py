@@ -23,6 +23,7 @@ _HOME = {
     "RouterOptions": "layer_options",
     "RouterOutput": "functional",
     "SharedExpert": "layer_options",
+    "WeightCodes": "weight_codes",
     "check_device_values": "functional",
     "empty_cache": "functional",
     "grouped_experts": "functional",
@@ -31,6 +32,7 @@ _HOME = {
     "load_balancing_loss": "losses",
     "sequence_balance_loss": "losses",
     "moe": "functional",
+    "quantise_weights": "weight_codes",
     "register_huggingface": "huggingface",
     "route": "functional",
     "routed_experts": "functional",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from tessera.library import use_unproven_kernels
     from tessera.losses import load_balancing_loss, selection_bias_update, sequence_balance_loss, z_loss
     from tessera.module import MoE
+    from tessera.weight_codes import WeightCodes, quantise_weights
 
 
 def __getattr__(name: str):

@@ -15,6 +15,7 @@ from tessera.layer_call import as_rows, autocast, local, options_text, run
 from tessera.ops import memory
 from tessera.ops.masks import rows_of_mask
 from tessera.ops.prepared_calls import here
+from tessera.weight_codes import WeightCodes
 
 
 class RouterOutput(NamedTuple):
@@ -61,7 +62,8 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         w_gate=None, b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
         limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat", save: str = "h", rounding: str = "none",
         tile: int = 128, seed: int = 0, step: int = 0, layer: int = 0, capacity: int = 0, column_chunk: int = 0,
-        precision: str = "native", scales: str = "fp32", return_router: bool = False, mask=None):
+        precision: str = "native", scales: str = "fp32", weight_codes: WeightCodes | None = None,
+        return_router: bool = False, mask=None):
     """A whole layer: router, experts, weighted sum. Formulas: docs/numerics.md.
 
     Args:
@@ -96,9 +98,12 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. GPUs
-            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
+            bytes) and need d and n in multiples of 128 or 32; or auto: fp8 where a Hopper GPU is expected to be faster,
+            else native. GPUs serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in
+            multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
+        weight_codes: Of fp8 and auto: what quantise_weights made of these weights, or None: then the call quantises
+            them. The gradients are those of the weights.
         rounding: none, or, in training only, nr-f, sr-f, nr-s, balance-f, up or down: the rows of every expert become a
             multiple of `tile`.
         tile: Rows, at least 1. Only with rounding.
@@ -129,20 +134,20 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     # By position: by name it would take half a microsecond longer.
     text = options_text(activation, alpha, limit, up_offset, layout, router, top_k, route_scale, normalize_scores,
                         groups, top_groups, capacity, rounding, tile, seed, layer, save, "slots", return_router,
-                        column_chunk, precision, scales)
+                        column_chunk, precision, scales, weight_codes is not None)
     return moe_with(text, (top_k, router, rounding), x, (w_router, b_router, selection_bias),
-                    (w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, None, step, mask)
+                    (w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, None, step, mask, weight_codes)
 
 
 def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple, return_router: bool = False,
-             buffers: tuple | None = None, step: int = 0, mask=None):
+             buffers: tuple | None = None, step: int = 0, mask=None, weight_codes: WeightCodes | None = None):
     """`moe` with its options as text (options_text), for callers that keep it; choice: top_k, router and rounding."""
     if step < 0:
         raise ValueError(f"step={step}: must be in [0, 2^63); it counts optimizer steps")
     flat = x.dim() == 2
     rows = x if flat else as_rows("x", x)
     results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step,
-                  rows_of_mask(mask, x))
+                  rows_of_mask(mask, x), () if weight_codes is None else weight_codes.of(*weights[:3]))
     o = results[0] if flat else results[0].view(x.shape)
     if not return_router:
         return o
@@ -171,7 +176,7 @@ def _router_output(choice: tuple, tokens: int, experts: int, tables, logits, top
 def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up=None, b_gate=None, b_down=None,
                    activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
                    layout: str = "concat", save: str = "h", column_chunk: int = 0, precision: str = "native",
-                   scales: str = "fp32"):
+                   scales: str = "fp32", weight_codes: WeightCodes | None = None):
     """The experts and the weighted sum, for ids and weights that a router elsewhere made.
 
     Args:
@@ -195,9 +200,12 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. GPUs
-            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
+            bytes) and need d and n in multiples of 128 or 32; or auto: fp8 where a Hopper GPU is expected to be faster,
+            else native. GPUs serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in
+            multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
+        weight_codes: Of fp8 and auto: what quantise_weights made of these weights, or None: then the call quantises
+            them. The gradients are those of the weights.
 
     Returns:
         o [...,d] in x's dtype.
@@ -216,18 +224,22 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
     """
     text = options_text(
         activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save, column_chunk=column_chunk, precision=precision, scales=scales)
-    return routed_experts_with(text, x, topk_ids, topk_weights, (w_up, w_gate, w_down, b_up, b_gate, b_down))
+        save=save, column_chunk=column_chunk, precision=precision, scales=scales,
+        weight_codes=weight_codes is not None)
+    return routed_experts_with(text, x, topk_ids, topk_weights, (w_up, w_gate, w_down, b_up, b_gate, b_down),
+                               weight_codes=weight_codes)
 
 
-def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, buffers=None):
+def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, buffers=None,
+                        weight_codes: WeightCodes | None = None):
     """`routed_experts` with its options as text (options_text), for callers that keep it."""
     rows = x if x.dim() == 2 else as_rows("x", x)
     if topk_ids.dim() != 2:
         topk_ids, topk_weights = as_rows("topk_ids", topk_ids), as_rows("topk_weights", topk_weights)
     if topk_weights.dtype is not torch.float32:
         topk_weights = topk_weights.float()
-    o = run(text, rows, (topk_ids, topk_weights, None, None, None, None, None), weights, buffers)[0]
+    codes = () if weight_codes is None else weight_codes.of(*weights[:3])
+    o = run(text, rows, (topk_ids, topk_weights, None, None, None, None, None), weights, buffers, codes=codes)[0]
     return o if x.dim() == 2 else o.view(x.shape)
 
 
@@ -235,7 +247,7 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
                     b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
                     limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat",
                     save: str = "h", column_chunk: int = 0, precision: str = "native", scales: str = "fp32",
-                    buffers: tuple | None = None):
+                    weight_codes: WeightCodes | None = None, buffers: tuple | None = None):
     """The experts on rows that are sorted by expert already (after a dispatch).
 
     Args:
@@ -261,9 +273,12 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. GPUs
-            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
+            bytes) and need d and n in multiples of 128 or 32; or auto: fp8 where a Hopper GPU is expected to be faster,
+            else native. GPUs serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in
+            multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
+        weight_codes: Of fp8 and auto: what quantise_weights made of these weights, or None: then the call quantises
+            them. The gradients are those of the weights.
         buffers: Six tensors or None (w_up, w_gate, w_down, b_up, b_gate, b_down) as the weights, into which backward
             adds the weight gradients instead of returning them; or None.
 
@@ -283,11 +298,13 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
     """
     text = options_text(
         grouping=grouping, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save, column_chunk=column_chunk, precision=precision, scales=scales)
+        save=save, column_chunk=column_chunk, precision=precision, scales=scales,
+        weight_codes=weight_codes is not None)
     if row_scores is not None and row_scores.dtype is not torch.float32:
         row_scores = row_scores.float()
     weights = (w_up, w_gate, w_down, b_up, b_gate, b_down)
-    return run(text, x, (None, None, None, None, None, expert_offsets, row_scores), weights, buffers)[0]
+    codes = () if weight_codes is None else weight_codes.of(*weights[:3])
+    return run(text, x, (None, None, None, None, None, expert_offsets, row_scores), weights, buffers, codes=codes)[0]
 
 
 def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,

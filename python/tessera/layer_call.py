@@ -23,12 +23,12 @@ def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, lay
                  router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0,
                  capacity=0, rounding="none", tile=128, seed=0, layer=0, save="h", grouping="slots",
                  logits=False, column_chunk=0, precision="native",
-                 scales="fp32") -> str:
+                 scales="fp32", weight_codes=False) -> str:
     """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
     make = _text if is_compiling() else _cached_text
     return make(activation, alpha, limit, up_offset, layout, router, top_k, route_scale, normalize_scores, groups,
                 top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits, column_chunk, precision,
-                scales)
+                scales, weight_codes)
 
 
 def local(tensor):
@@ -44,14 +44,14 @@ def as_rows(name: str, tensor):
 
 
 def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False,
-        step: int = 0, token_mask=None):
+        step: int = 0, token_mask=None, codes: tuple = ()):
     """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
 
     routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
     weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only);
-    token_mask: [T] bool or None.
+    token_mask: [T] bool or None; codes: as WEIGHT_CODES (ops/layer.py), where the options say weight_codes.
     """
-    arguments, compiling = (x, *routing, *weights, token_mask), is_compiling()
+    arguments, compiling = (x, *routing, *weights, token_mask, *codes), is_compiling()
     forward_mode = forward_ad._current_level >= 0  # then moe_forward, whose autograd refuses tangents
     if not compiling and not step and not forward_mode:
         call, tensors = recall(text, arguments)
@@ -96,8 +96,8 @@ def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: i
     return results if call.everything else (results,)
 
 
-# Positions in INPUTS that stay as they are under autocast: ids, scores, biases of the selection, the mask.
-_UNCAST = frozenset((1, 2, 5, 6, 7, 14))
+# Positions in INPUTS that stay as they are under autocast: ids, scores, biases of the selection, the mask, codes.
+_UNCAST = frozenset((1, 2, 5, 6, 7, *range(14, 21)))
 _ROUTER = frozenset((3, 4))  # stay too where they are fp32
 
 

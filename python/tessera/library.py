@@ -62,8 +62,19 @@ class MoeDesc(Struct):
         *_fields(c_int32, "router normalize_scores groups top_groups round tile"),
         ("route_scale", c_float), ("layer", c_uint32), ("seed", c_uint64), ("step", c_uint64),
         ("capacity", c_int64), *_fields(c_int32, "replay overwrite_h"), ("column_chunk", c_int64),
-        *_fields(c_int32, "router_dtype reserved_router precision pow2_scales"),
+        *_fields(c_int32, "router_dtype reserved_router precision pow2_scales weight_codes reserved_codes"),
     ]
+
+
+class ExpertWeights(Structure):
+    _fields_ = _fields(Tensor, "w_up w_gate w_down b_up b_gate b_down")
+
+
+class WeightCodes(Structure):
+    _fields_ = _fields(Tensor, "up up_scales down down_scales up_transposed down_transposed")
+
+
+_WEIGHT_CODES = [("weight_codes_" + name, kind) for name, kind in WeightCodes._fields_]
 
 
 class ForwardArgs(Struct):
@@ -73,6 +84,7 @@ class ForwardArgs(Struct):
         *_fields(Tensor, "expert_offsets row_scores w_up w_gate w_down b_up b_gate b_down"),
         *_fields(Tensor, "o logits expert_counts h"),
         *_fields(Buffer, "routing workspace"), *_fields(Tensor, "topk_counts token_mask x8 x_scale h_scale"),
+        *_WEIGHT_CODES,
     ]
 
 
@@ -85,7 +97,7 @@ class BackwardArgs(Struct):
         *_fields(Tensor, "dw_up dw_gate dw_down db_up db_gate db_down dw_router db_router"),
         *_fields(c_int32, "accumulate reserved"),
         *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer),
-        *_fields(Tensor, "aux_dlogits token_mask x8 x_scale h_scale"),
+        *_fields(Tensor, "aux_dlogits token_mask x8 x_scale h_scale"), *_WEIGHT_CODES,
     ]
 
 
@@ -151,6 +163,9 @@ def load() -> ctypes.CDLL:
     library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
     library.tessera_router_loss_workspace_of.argtypes = [c_void_p, POINTER(MoeDesc), c_int64, POINTER(c_size_t)]
     library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
+    library.tessera_moe_precision.argtypes = [c_void_p, POINTER(MoeDesc), POINTER(c_int32)]
+    library.tessera_quantise_weights.argtypes = [c_void_p, POINTER(MoeDesc), POINTER(ExpertWeights),
+                                                 POINTER(WeightCodes), c_void_p]
     library.tessera_moe_scores_are_constant.argtypes = [POINTER(MoeDesc), POINTER(c_int32)]
     library.tessera_check_device_values.argtypes = [c_void_p]
     library.tessera_grouped_gemm_workspace.argtypes = [c_void_p, POINTER(GroupedGemmArgs), POINTER(c_size_t)]
@@ -230,6 +245,17 @@ def scores_are_constant(desc: MoeDesc) -> bool:
     constant = c_int32()
     check(load().tessera_moe_scores_are_constant(byref(desc), byref(constant)))
     return bool(constant.value)
+
+
+def chosen_precision(handle: int, desc: MoeDesc) -> int:
+    """The number of the precision of `desc`, or of what auto takes on this context."""
+    chosen = c_int32()
+    check(load().tessera_moe_precision(handle, byref(desc), byref(chosen)))
+    return chosen.value
+
+
+def quantise_weights(handle: int, desc: MoeDesc, weights: ExpertWeights, codes: WeightCodes, stream) -> None:
+    check(load().tessera_quantise_weights(handle, byref(desc), byref(weights), byref(codes), stream))
 
 
 def routing_bytes(desc: MoeDesc) -> int:

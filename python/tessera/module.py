@@ -12,7 +12,9 @@ from tessera import functional
 from tessera.activation import activate
 from tessera.layer_options import Activation, Losses, Rounding, RouterOptions, SharedExpert, collect
 from tessera.losses import router_losses, selection_bias_update
+from tessera.ops.layer import takes_fp8
 from tessera.options import GATED, Options
+from tessera.weight_codes import quantise_weights
 
 
 def _warn_of_constant_scores(experts: int, top_k: int, router: str, normalize_scores: bool) -> None:
@@ -31,8 +33,9 @@ class MoE(nn.Module):
     b_router [E], and the buffer selection_bias [E] fp32; of a shared expert of width s: w_shared_up [w*s,d],
     w_shared_down [d,s], w_shared_gate [1,d].
 
-    Attributes: `step`, an integer that stochastic token rounding draws from; set it once per optimizer step.
-    torch.compile takes integers on a module for constants and compiles again for each step, unless
+    Attributes: `weight_codes`, what quantise_weights() left for the calls that follow, or None: then calls in fp8
+    quantise the weights themselves. `step`, an integer that stochastic token rounding draws from; set it once per
+    optimizer step. torch.compile takes integers on a module for constants and compiles again for each step, unless
     torch._dynamo.config.allow_unspec_int_on_nn_module is set.
 
     UserWarning where the router cannot learn, every score being one number whatever the logits are: top_k=1 with
@@ -54,8 +57,9 @@ class MoE(nn.Module):
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
         precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
-            bytes) and need hidden and intermediate in multiples of 128 or 32; or auto, which today takes native. GPUs
-            serve them with swiglu and no biases: Hopper fp8 in multiples of 256, Blackwell mxfp8 in multiples of 128.
+            bytes) and need hidden and intermediate in multiples of 128 or 32; or auto: fp8 where a Hopper GPU is
+            expected to be faster, else native. GPUs serve them with swiglu and no biases: Hopper fp8 in multiples of
+            256, Blackwell mxfp8 in multiples of 128.
         scales: Of fp8: fp32, or pow2 for powers of two.
         main_grad: Weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
             being returned (not under torch.compile, which returns them). Frozen weights get none.
@@ -100,6 +104,7 @@ class MoE(nn.Module):
         self.top_k, self.router, self.rounding, self.step = top_k, router.kind, rounding.kind, 0
         self._draws = rounding.kind in ("sr-f", "nr-s")
         self.main_grad = main_grad
+        self.weight_codes, self._precision, self._scales = None, precision, scales
         if losses.sequence_balance and (rounding.kind != "none" or router.kind == "expert-choice"):
             raise ValueError(f"Losses(sequence_balance={losses.sequence_balance}) (sequence_balance_coefficient), "
                              f"router={router.kind}, rounding={rounding.kind}: a loss per sequence needs top_k "
@@ -146,6 +151,7 @@ class MoE(nn.Module):
         """As nn.Module's, behind to(), bfloat16() and their like; but the selection bias stays in fp32, and so does a
         router whose router_dtype says so."""
         bias, router = self.selection_bias, self._fp32_router()
+        self.weight_codes = None  # of weights that are there no more
         super()._apply(fn, recurse)
         for name, (values, gradient) in router.items():
             parameter = getattr(self, name)
@@ -157,6 +163,47 @@ class MoE(nn.Module):
         if bias is not None and self.selection_bias.dtype is not torch.float32:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
+
+    def __getstate__(self) -> dict:
+        """Of copies and files, which have weights of their own."""
+        return {**self.__dict__, "weight_codes": None}
+
+    def quantise_weights(self, transposed: bool = True):
+        """Quantises the experts' weights once for all calls until they change, on their device: once after each
+        optimizer step. Calls have the bits of calls that quantise; one that follows a change of the weights is refused.
+        `layer.weight_codes = None` has calls quantise again, as to() and its like do.
+
+        Args:
+            transposed: Whether backward passes are to read the codes.
+
+        Returns:
+            WeightCodes, which stay in `weight_codes`; None where precision auto takes native for such weights however
+            many tokens there are.
+
+        Raises:
+            ValueError: The precision is native or mxfp8, or hidden or intermediate is no multiple of 128.
+            NotImplementedError: On a GPU, where fp8 does not serve such weights.
+
+        Example:
+            >>> layer = tessera.MoE(256, 128, experts=8, top_k=2, dtype=torch.bfloat16, precision="fp8")
+            >>> codes = layer.quantise_weights()
+            >>> o = layer(torch.randn(5, 256).bfloat16())
+        """
+        if self._precision not in ("fp8", "auto"):
+            raise ValueError(f"quantise_weights with precision={self._precision}: only layers of fp8 read codes of "
+                             "weights; build the layer with precision='fp8' or 'auto'")
+        self.weight_codes = None
+        if self._precision == "auto" and not self._may_take_fp8():
+            return None
+        self.weight_codes = quantise_weights(self.w_up, self.w_down, activation=self._activation[0],
+                                             scales=self._scales, transposed=transposed)
+        return self.weight_codes
+
+    def _may_take_fp8(self) -> bool:
+        """Whether auto takes fp8 for many tokens."""
+        experts, hidden, intermediate = self.w_down.shape
+        return takes_fp8(self._texts[True, False], self.w_down.device, tokens=experts << 10, hidden=hidden,
+                         intermediate=intermediate, experts=experts, bias=self.b_up is not None)
 
     def _fp32_router(self) -> dict:
         """(values, gradient) of each parameter of the router that stays fp32."""
@@ -232,8 +279,12 @@ class MoE(nn.Module):
         if text is None:
             raise TypeError(f"return_router={return_router}: must be True or False; torch.fx.symbolic_trace, which has "
                             "neither, is not served: use torch.compile or torch.export")
+        codes = self.weight_codes
+        if codes is not None:
+            text += " weight_codes=True"
         result = functional.moe_with(text, choice, x, (self.w_router, self.b_router, self.selection_bias), weights,
-                                     return_router, buffers, self.step if self.training and self._draws else 0, mask)
+                                     return_router, buffers, self.step if self.training and self._draws else 0, mask,
+                                     codes)
         if self.w_shared_up is None:
             return result
         if mask is None:

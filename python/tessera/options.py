@@ -80,6 +80,7 @@ class Options:
     column_chunk: int = 0  # most columns of y or dx rows that exist at a time; 0: all
     precision: str = "native"  # of the GEMMs; fp8 and mxfp8 quantise their operands
     scales: str = "fp32"
+    weight_codes: bool = False  # where fp8 is computed, weights are read as codes that came before the call
     overwrite_h: bool = False  # backward leaves dh in the memory of h
 
     def __post_init__(self):
@@ -93,6 +94,9 @@ class Options:
         if check_name("scales", self.scales, SCALES) and self.precision != "fp8":
             raise ValueError(f"scales={self.scales} with precision={self.precision}: only fp8 has a choice of scales; "
                              "leave it out")
+        if self.weight_codes and self.precision not in ("fp8", "auto"):
+            raise ValueError(f"weight_codes with precision={self.precision}: only layers of fp8 read codes of weights; "
+                             "leave them out, or give precision='fp8' or 'auto'")
         for name in ("alpha", "limit", "route_scale", "tile"):  # 0 is how the C ABI says "default"
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0: must not be 0; leave it out for its default")
@@ -113,8 +117,14 @@ class Options:
 
     @property
     def quantises(self) -> bool:
-        """Whether x and h are saved as codes. auto takes native."""
+        """Whether x and h are saved as codes; of auto, once `taken` has said what it is."""
         return self.precision in ("fp8", "mxfp8")
+
+    def taken(self, fp8: bool) -> "Options":
+        """The same with fp8 or native in the place of auto."""
+        if self.precision != "auto":
+            return self
+        return dataclasses.replace(self, precision="fp8" if fp8 else "native", weight_codes=self.weight_codes and fp8)
 
     def scale_shapes(self, tokens, hidden, slots, width) -> tuple:
         """Shapes of x_scale and h_scale (MoeForwardArgs in moe.hpp) for h [slots, width]; sizes may be symbolic."""
@@ -185,6 +195,7 @@ class Options:
             capacity=self.capacity, round=ROUNDINGS.index(self.rounding), tile=self.tile, seed=self.seed,
             layer=self.layer, column_chunk=self.column_chunk, overwrite_h=self.overwrite_h,
             precision=PRECISIONS.index(self.precision), pow2_scales=SCALES.index(self.scales),
+            weight_codes=self.weight_codes,
             save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping), router_dtype=router_dtype)
 
     def check(self, *, hidden: int, intermediate: int, experts: int) -> bool:

@@ -265,6 +265,69 @@ class Precision(RoutedLayer):
             with self.assertRaisesRegex(NotImplementedError, text):
                 self.layer(t, **options)
 
+    def test_codes_of_weights_have_the_bits_of_calls_that_quantise(self):
+        got = self.fp8(self.tensors)
+        codes = tessera.quantise_weights(self.tensors["w_up"], self.tensors["w_down"])
+        on_cpu = tessera.quantise_weights(*[self.tensors[name].detach().cpu() for name in ("w_up", "w_down")])
+        for a, b in zip(codes.of(self.tensors["w_up"], None, self.tensors["w_down"]), (
+                on_cpu.up, on_cpu.up_scales, on_cpu.down, on_cpu.down_scales, on_cpu.up_transposed,
+                on_cpu.down_transposed), strict=True):
+            self.assertTrue(torch.equal(a.cpu(), b))
+        for options in ({}, {}, {"save": "x"}):  # the second call is remembered
+            for name, a, b in zip(("o", *self.tensors), got, self.fp8(self.tensors, weight_codes=codes, **options),
+                                  strict=True):
+                self.assertTrue(torch.equal(a, b), name)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(self.layer(self.tensors, precision="fp8", weight_codes=codes), got[0]))
+            self.tensors["w_up"].mul_(2)
+        with self.assertRaisesRegex(ValueError, "w_up has changed since they were made"):
+            self.layer(self.tensors, precision="fp8", weight_codes=codes)
+
+    def test_auto_takes_fp8_for_many_rows(self):
+        """Of 2048 and more per expert where calls quantise the weights, 1024 where codes are there."""
+        torch.manual_seed(0)
+        layer = tessera.MoE(2048, 1536, 4, 4, dtype=torch.bfloat16, device="cuda", precision="auto")
+        native = tessera.MoE(2048, 1536, 4, 4, dtype=torch.bfloat16, device="cuda")
+        fp8 = tessera.MoE(2048, 1536, 4, 4, dtype=torch.bfloat16, device="cuda", precision="fp8")
+        for other in (native, fp8):
+            other.load_state_dict(layer.state_dict())
+        x = torch.randn(2048, 2048, device="cuda").bfloat16()
+
+        def results(layer, x):
+            x = x.clone().requires_grad_()
+            o = layer(x)
+            return [o, *torch.autograd.grad(o.float().square().sum(), [x, *layer.parameters()])]
+
+        for codes, tokens, taken in ((False, 2048, fp8), (False, 2047, native), (True, 1024, fp8),
+                                     (True, 1023, native)):
+            with self.subTest(codes=codes, tokens=tokens):
+                layer.weight_codes = None
+                if codes:
+                    self.assertIsNotNone(layer.quantise_weights())
+                for a, b in zip(results(layer, x[:tokens]), results(taken, x[:tokens]), strict=True):
+                    self.assertTrue(torch.equal(a, b))
+        small = tessera.MoE(256, 256, 16, 4, dtype=torch.bfloat16, device="cuda", precision="auto")
+        self.assertIsNone(small.quantise_weights())
+
+    def test_a_step_in_a_graph_quantises_the_weights_of_its_replay(self):
+        layer = tessera.MoE(256, 256, 16, 4, dtype=torch.bfloat16, device="cuda", precision="fp8")
+        x = self.tensors["x"].detach()
+
+        def run():
+            layer.quantise_weights(transposed=False)
+            with torch.no_grad():
+                return layer(x)
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = run()
+        with torch.no_grad():
+            layer.w_down.mul_(2)
+        graph.replay()
+        self.assertTrue(torch.equal(o, run()))
+
     def test_a_module_learns(self):
         torch.manual_seed(0)
         layers = [tessera.MoE(256, 256, 16, 4, dtype=torch.bfloat16, device="cuda", precision=name)

@@ -183,6 +183,8 @@ class QuantisedOperands(unittest.TestCase):
                 self.assertTrue(torch.equal(self.run_one(model)[0], fp8))
                 tessera.huggingface.prepare(model, precision="fp8", scales="pow2")
                 self.assertFalse(torch.equal(self.run_one(model)[0], fp8))
+                tessera.huggingface.prepare(model, precision="auto")  # on the CPU native
+                self.assertTrue(torch.equal(self.run_one(model)[0], plain))
                 tessera.huggingface.prepare(named, precision="native")  # of a model, before that of the name
                 self.assertTrue(torch.equal(self.run_one(named)[0], plain))
 

@@ -20,6 +20,7 @@ ROUTED, ROUNDED = ROUTERS[1:], ROUNDINGS[1:]
 # Values that differ from the defaults. Lists: each of them.
 EXPERT_OPTIONS = {"alpha": [1.25], "limit": [0.25], "up_offset": [0.0], "layout": list(LAYOUTS),
                   "save": ["x", "none"], "column_chunk": [3], "precision": ["fp8", "mxfp8"], "scales": ["pow2"],
+                  "weight_codes": [tessera.WeightCodes(*[torch.zeros(1)] * 4)],
                   "w_gate": ["tensor"], "b_up": ["tensor"], "b_gate": ["tensor"]}
 ROUTER_OPTIONS = {"route_scale": [2.5], "normalize_scores": [True], "groups": [2], "top_groups": [1], "capacity": [3]}
 ROUNDING_OPTIONS = {"rounding": list(ROUNDED), "tile": [5], "seed": [7], "step": [3], "layer": [2]}

@@ -11,7 +11,8 @@ from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hoo
 from torch._C._functorch import peek_interpreter_stack
 
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.layer import INPUTS, SAVED, join_inputs, join_saved, prepare_backward, run_backward, split_inputs
+from tessera.ops.layer import (INPUTS, SAVED, WEIGHT_CODES, join_inputs, join_saved, prepare_backward, run_backward,
+                               split_inputs)
 from tessera.ops.prepared_calls import PreparedCall, guard, here
 from tessera.options import parse
 
@@ -39,11 +40,14 @@ class Call:
     the dispatcher.
     text, text_over_h: the options, and those of a backward pass that may write dh over h, or None if there is none.
     everything: whether Layer returns all results of moe_forward, or o alone. saved(tensors): what backward needs of
-    them besides x, and saved_names; scores: which is topk_weights.
+    them besides x, and saved_names; kept: those of SAVED that a backward pass may have; scores: which is topk_weights.
+    codes: how many of saved_names, the last, are codes of weights. quantises, once Layer has run forward: whether it
+    saved codes.
     """
 
     __slots__ = ("text", "text_over_h", "everything", "training", "prepared", "positions", "present", "saved",
-                 "saved_names", "scores", "absent", "nothing", "check", "threads", "quantises", "logits")
+                 "saved_names", "kept", "codes", "scores", "absent", "nothing", "check", "threads", "quantises",
+                 "logits")
 
     def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, prepared: PreparedCall | None):
         self.text, self.everything, self.training, self.prepared = text, everything, training, prepared
@@ -51,12 +55,14 @@ class Call:
         options = parse(text)
         over_h = prepared is not None and options.save == "h"
         self.text_over_h = f"{text} overwrite_h=True" if over_h else None
-        self.quantises, self.logits = options.quantises, options.logits
+        self.quantises, self.logits = None, options.logits
+        self.kept = SAVED if options.weight_codes else SAVED[:-len(WEIGHT_CODES)]
         self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])
         self.present = operator.itemgetter(*self.positions)
         saved = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
         self.saved = operator.itemgetter(*saved)  # two at least: w_up and w_down
         self.saved_names = tuple([INPUTS[self.positions[i]] for i in saved])
+        self.codes = sum(name in WEIGHT_CODES for name in self.saved_names)
         self.scores = self.positions.index(_SCORES) if _SCORES in self.positions else None
 
     def remember(self, arguments: tuple) -> None:
@@ -113,9 +119,13 @@ class Layer(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(
                     *join_inputs(_spread(call.positions, tensors, len(INPUTS)), call.text, step))
+        # What auto takes is the same for all calls that are alike.
+        call.quantises = len(results) > (5 if call.logits else 3)
         if call.quantises:
             *_, x8, x_scale, h_scale = results
-            ctx.save_for_backward(x8, results[1], results[2], *call.saved(tensors), x_scale, h_scale)
+            kept = call.saved(tensors)
+            at = len(kept) - call.codes
+            ctx.save_for_backward(x8, results[1], results[2], *kept[:at], x_scale, h_scale, *kept[at:])
         else:
             ctx.save_for_backward(tensors[0], results[1], results[2], *call.saved(tensors))
         # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
@@ -188,9 +198,11 @@ def _spread(positions: tuple, tensors: tuple, count: int) -> list:
 
 def _all_saved(call: Call, d_o, saved: tuple, dlogits) -> tuple:
     """As SAVED has them, of what Layer.forward saved."""
-    names = ("x", "h", "routing", *call.saved_names, *(("x_scale", "h_scale") if call.quantises else ()))
+    at = len(call.saved_names) - call.codes
+    scales = ("x_scale", "h_scale") if call.quantises else ()
+    names = ("x", "h", "routing", *call.saved_names[:at], *scales, *call.saved_names[at:])
     named = {"d_o": d_o, **dict(zip(names, saved, strict=True)), "aux_dlogits": dlogits}
-    return tuple([named.get(name) for name in SAVED])
+    return tuple([named.get(name) for name in call.kept])
 
 
 def _held(positions: tuple, needs_input_grad: tuple, buffers: tuple) -> tuple | None:

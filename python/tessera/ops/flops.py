@@ -31,7 +31,7 @@ def _router(named: dict):
 
 def _forward(*arguments, **_results):
     tensors, text, _ = split_inputs(arguments)
-    named, options = dict(zip(INPUTS, tensors, strict=True)), parse(text)
+    named, options = dict(zip(INPUTS, tensors, strict=False)), parse(text)
     rows = _rows(options, named["x"].shape[0], named["w_up"].shape[0], top_k_of(options, named["topk_ids"]))
     router = _router(named) if options.has_router else 0
     return (options.up_width + 1) * _projection(options, named, rows) + router
@@ -40,7 +40,7 @@ def _forward(*arguments, **_results):
 def _backward(*arguments, **_results):
     """Of the gradients that are wanted: da is made for any of them, and h once more where forward saved x alone."""
     tensors, buffers, text, needs = split_saved(arguments)
-    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
+    named, options = dict(zip(SAVED, tensors, strict=False)), parse(text)
     wanted = {name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1}
     # Those of moe_backward_accumulate, which adds these gradients there.
     wanted |= {"d" + name for name, buffer in zip(WEIGHTS, buffers, strict=bool(buffers)) if buffer is not None}

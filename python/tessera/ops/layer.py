@@ -5,15 +5,17 @@ import torch
 
 from tessera import library
 from tessera.library import BackwardArgs, ForwardArgs
-from tessera.ops.prepared_calls import DTYPES, PreparedCall, describe, field_word, here, one_device, pairs, router_dtype
-from tessera.ops.prepared_calls import signature
-from tessera.options import Options, parse
+from tessera.ops.prepared_calls import (
+    DTYPES, KINDS, PreparedCall, describe, field_word, here, one_device, pairs, router_dtype, signature,
+)
+from tessera.ops.weight_codes import CODES, FIELDS, sizes_of
+from tessera.options import PRECISIONS, Options, parse
 
 WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 GRADIENTS = ("dx", "dscores", "dw_router", "db_router", *("d" + name for name in WEIGHTS))
-
-
-CODES = torch.float8_e4m3fn
+# Weights as codes, where the options say weight_codes: the last of INPUTS and of SAVED.
+WEIGHT_CODES = tuple(["weight_codes_" + name for name in FIELDS])
+_OF_CODES = ("w_up", "w_gate", "w_down")
 
 
 def scale_type(options: Options) -> torch.dtype:
@@ -22,14 +24,7 @@ def scale_type(options: Options) -> torch.dtype:
 
 def intermediate_of(options: Options, w_up: torch.Tensor, w_gate: torch.Tensor | None):
     """n, from whatever shape the up weight has."""
-    if w_up.dim() != 3:
-        raise ValueError(f"w_up: rank {w_up.dim()}; a tensor of rank 3 is needed, experts first")
-    if w_gate is not None:
-        return w_up.shape[1]
-    rows = w_up.shape[2 if options.transposed else 1]
-    if rows % options.up_width:
-        raise ValueError(f"w_up: {rows} rows per expert; {options.activation} needs an even number, gate and up")
-    return rows // options.up_width
+    return sizes_of(options, w_up, w_gate)[1]
 
 
 def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtype: torch.dtype) -> library.MoeDesc:
@@ -43,7 +38,8 @@ def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtyp
     if x.shape[1] != hidden:
         raise ValueError(f"x: hidden {x.shape[1]}, w_up: hidden {hidden} (layout {options.layout}); both have the same")
     return options.desc(
-        top_k=top_k, tokens=x.shape[0], hidden=hidden, experts=tensors["w_up"].shape[0], intermediate=intermediate,
+        top_k=int(top_k), tokens=int(x.shape[0]), hidden=int(hidden), experts=int(tensors["w_up"].shape[0]),
+        intermediate=int(intermediate),
         dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=DTYPES.get(ids_dtype, library.INT32),
         separate=tensors["w_gate"] is not None, bias=tensors["b_up"] is not None or tensors["b_down"] is not None,
         router_dtype=router_dtype(x, tensors.get("w_router"), tensors.get("b_router")))
@@ -60,7 +56,7 @@ def _check_types(x: torch.Tensor, tensors: dict) -> None:
 # --- forward
 
 INPUTS = ("x", "topk_ids", "topk_weights", "w_router", "b_router", "selection_bias", "expert_offsets", "row_scores",
-          *WEIGHTS, "token_mask")
+          *WEIGHTS, "token_mask", *WEIGHT_CODES)
 
 
 def top_k_of(options: Options, topk_ids: torch.Tensor | None):
@@ -72,19 +68,57 @@ def top_k_of(options: Options, topk_ids: torch.Tensor | None):
     return topk_ids.shape[1]
 
 
-def _prepare_forward(key, tensors: tuple, text: str, training: bool) -> PreparedCall:
-    named = dict(zip(INPUTS, tensors, strict=True))
-    options, x = parse(text), named["x"]
-    one_device(pairs([options.groups_name if each == "expert_offsets" else each for each in INPUTS], tensors))
+def _forward_desc(options: Options, named: dict) -> library.MoeDesc:
     ids = named["expert_offsets"] if named["topk_ids"] is None else named["topk_ids"]
     name = "topk_ids" if named["topk_ids"] is not None else options.groups_name
     if ids is not None and ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: dtype {ids.dtype}; int32 or int64 is needed; convert it")
-    desc = _desc(options, x, named, top_k_of(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
+    return _desc(options, named["x"], named, top_k_of(options, named["topk_ids"]),
+                 torch.int32 if ids is None else ids.dtype)
+
+
+def taken(options: Options, named: dict) -> Options:
+    """The options with what auto takes for these tensors, which may be fake: then sizes become constants of the graph,
+    as what is saved depends on them. Where nothing is computed and on the CPU it is native without a look at sizes."""
+    device = named["x"].device
+    if options.precision != "auto" or device.type != "cuda":
+        return options.taken(fp8=False)
+    handle = library.context(KINDS["cuda"], device.index or 0, 0)
+    chosen = library.chosen_precision(handle, _forward_desc(options, named))
+    return options.taken(fp8=PRECISIONS[chosen] == "fp8")
+
+
+def takes_fp8(text: str, device: torch.device, *, tokens: int, hidden: int, intermediate: int, experts: int,
+              bias: bool) -> bool:
+    """Whether auto, of a bf16 layer with these options and codes of weights, takes fp8 there."""
+    options = parse(text + " weight_codes=True")
+    if device.type != "cuda":
+        return False
+    desc = options.desc(top_k=options.top_k, tokens=tokens, hidden=hidden, intermediate=intermediate, experts=experts,
+                        dtype=library.BF16, ids_dtype=library.INT32, separate=False, bias=bias)
+    chosen = library.chosen_precision(library.context(KINDS["cuda"], device.index or 0, 0), desc)
+    return PRECISIONS[chosen] == "fp8"
+
+
+def _unread(options: Options) -> tuple:
+    """What the library does not see of weights and codes."""
+    return _OF_CODES if options.weight_codes else WEIGHT_CODES
+
+
+def _prepare_forward(key, tensors: tuple, text: str, training: bool) -> PreparedCall:
+    named = dict(zip(INPUTS, tensors, strict=False))
+    options, x = parse(text), named["x"]
+    names = [options.groups_name if each == "expert_offsets" else each for each in INPUTS[:len(tensors)]]
+    one_device(pairs(names, tensors))
+    options = taken(options, named)
+    if training and options.weight_codes and named.get("weight_codes_down_transposed") is None:
+        raise ValueError("weight_codes: made with transposed=False, for calls without gradients; quantise the weights "
+                         "with transposed=True, or call under torch.no_grad()")
+    desc = _forward_desc(options, named)
     if not training:
         desc.save = 2
     prepared = PreparedCall("moe_forward", x.device, ForwardArgs(), desc)
-    prepared.read(INPUTS, tensors)
+    prepared.read(INPUTS[:len(tensors)], tensors, unread=_unread(options))
     prepared.write("o", tuple(x.shape), x.dtype)
     if training:
         slots = options.slots(desc.tokens, desc.experts, desc.top_k)
@@ -118,14 +152,15 @@ def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[t
 
 
 def split_inputs(arguments: tuple) -> tuple:
-    """(tensors as INPUTS, options, step) of the operators' arguments, whose last ones, step and mask, may be absent."""
-    token_mask = arguments[16] if len(arguments) > 16 else None
-    return (*arguments[:14], token_mask), arguments[14], arguments[15] if len(arguments) > 15 else 0
+    """(tensors as INPUTS, options, step) of the operators' arguments, whose last ones, step, mask and codes of weights,
+    may be absent; codes are then among the tensors neither."""
+    last = arguments[16:] or (None,)
+    return (*arguments[:14], *last), arguments[14], arguments[15] if len(arguments) > 15 else 0
 
 
 def join_inputs(tensors: tuple, text: str, step: int) -> tuple:
     """The arguments of the operators."""
-    return (*tensors[:14], text, step, tensors[14])
+    return (*tensors[:14], text, step, *tensors[14:])
 
 
 def moe_forward(*arguments) -> list[torch.Tensor]:
@@ -137,8 +172,8 @@ def moe_inference(*arguments) -> torch.Tensor:
 
 
 def fake_forward(*arguments) -> list[torch.Tensor]:
-    named, options = dict(zip(INPUTS, arguments, strict=False)), parse(arguments[14])
-    x, w_up = named["x"], named["w_up"]
+    named = dict(zip(INPUTS, arguments[:14], strict=False))
+    options, x, w_up = taken(parse(arguments[14]), named), named["x"], named["w_up"]
     tokens, experts = x.shape[0], w_up.shape[0]
     slots = options.slots(tokens, experts, top_k_of(options, named["topk_ids"]), torch.sym_min)
     width = options.up_width * intermediate_of(options, w_up, named["w_gate"])
@@ -165,7 +200,8 @@ def fake_inference(*arguments) -> torch.Tensor:
 
 # Where operands are quantised, x is x8.
 SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits", "token_mask", "x_scale",
-         "h_scale")
+         "h_scale", *WEIGHT_CODES)
+_NOT_SCALED = SAVED[:14]
 _WEIGHT_GRADIENT_WORDS = tuple(field_word(BackwardArgs, "d" + name) for name in WEIGHTS)
 
 
@@ -176,9 +212,15 @@ def slots_of(options: Options, named: dict):
     return (named["routing"].shape[0] - named["w_up"].shape[0] - 1) // 4
 
 
+def saved_options(text: str, named: dict) -> Options:
+    """The options of a backward pass. What auto took is told by what forward saved: scales, or none."""
+    return parse(text).taken(fp8=named.get("x_scale") is not None)
+
+
 def _read_saved(prepared: PreparedCall, options: Options, tensors: tuple) -> None:
     names = ["x8" if name == "x" and options.quantises else name for name in SAVED]
-    prepared.read(tuple(names[:len(tensors)]), tensors, unread=() if options.save == "h" else ("h", "h_scale"))
+    unread = _unread(options) if options.save == "h" else ("h", "h_scale", *_unread(options))
+    prepared.read(tuple(names[:len(tensors)]), tensors, unread=unread)
 
 
 def _like_x(options: Options, named: dict) -> torch.Tensor:
@@ -197,7 +239,8 @@ def _gradient_shapes(options: Options, named: dict) -> dict:
 
 
 def prepare_backward(key, tensors: tuple, buffers: tuple, text: str, needs: int) -> PreparedCall:
-    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
+    named = dict(zip(SAVED, tensors, strict=False))
+    options = saved_options(text, named)
     x = _like_x(options, named)
     tokens = x.shape[0]
     given = not options.has_router and options.grouping == "slots" and tokens
@@ -250,7 +293,7 @@ def _gather_tokens(desc: library.MoeDesc, rows: int | None) -> None:
 def prepare_backward_input(key, tensors: tuple, text: str, with_dscores: bool,
                            gathered_rows: int | None = None) -> PreparedCall:
     """gathered_rows: with x and d_o of tokens, how many rows there are, which the routing tables gather."""
-    named, options = dict(zip(SAVED[:-2], tensors, strict=True)), parse(text)
+    named, options = dict(zip(_NOT_SCALED, tensors, strict=True)), parse(text)
     x = named["x"]
     desc, rows = _desc(options, x, named, 1, torch.int32), x.shape[0] if gathered_rows is None else gathered_rows
     _gather_tokens(desc, gathered_rows)
@@ -299,8 +342,8 @@ def prepare_backward_weights(key, tensors: tuple, text: str, needs: int, buffers
 
 
 def split_saved(arguments: tuple) -> tuple:
-    """(tensors as SAVED, buffers, options, needs) of the operators' arguments, in which mask and scales come last, or
-    are left out."""
+    """(tensors as SAVED, buffers, options, needs) of the operators' arguments, in which mask, scales and codes of
+    weights come last, or are left out; codes are then among the tensors neither."""
     at = next(i for i, argument in enumerate(arguments) if isinstance(argument, str))
     tensors, buffers, last = arguments[:13], arguments[13:at], arguments[at + 2:]
     return (*tensors, *last, *(None,) * (3 - len(last))), buffers, arguments[at], arguments[at + 1]
@@ -317,7 +360,8 @@ def moe_backward(*arguments) -> list[torch.Tensor]:
 
 def fake_backward(*arguments) -> list[torch.Tensor]:
     tensors, _, text, needs = split_saved(arguments)
-    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
+    named = dict(zip(SAVED, tensors, strict=False))
+    options = saved_options(text, named)
     shapes = _gradient_shapes(options, named)
     wanted = [name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1]
     return [named["x"].new_empty(shapes[name][0], dtype=shapes[name][1]) for name in wanted]

@@ -100,7 +100,7 @@ class PreparedCall:
             if name in unread:
                 continue
             self.inputs.append((position, field_word(type(self.args), name)))
-            if not _readable(tensor):
+            if not readable(tensor):
                 self.copied.append(position)
                 tensor = tensor.contiguous()
             field = getattr(self.args, name)
@@ -268,7 +268,7 @@ def field_word(struct: type, name: str) -> int:
     return getattr(struct, name).offset // 8
 
 
-def _readable(tensor: torch.Tensor) -> bool:
+def readable(tensor: torch.Tensor) -> bool:
     """Whether the library takes these strides: 1 in the last dimension, no overlap nor transposition before it."""
     inner, last = 1, tensor.dim() - 1
     for axis in range(last, -1, -1):

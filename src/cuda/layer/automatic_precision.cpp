@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Precision::automatic: fp8 where it is served and expected to be faster. No device is asked, and no data: bits depend on
-// the answer.
+// Precision::automatic takes fp8 where it is served and expected to be faster. No device is asked, and no data: bits
+// depend on the answer.
 #include "core/desc_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/tuning/precision.hpp"

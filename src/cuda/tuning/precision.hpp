@@ -3,11 +3,10 @@
 // quantising grows with T*d (x, dO, x^ and the router's part of dx) and, where calls quantise weights, with E*n*d.
 // So the ratio to bf16 depends on K*n, on M_e = P/E and, through the k loops and epilogues of the GEMMs, on n and d.
 //
-// They are those of the smallest layer that gains: Qwen3-30B (32768 tokens, d 2048, n 768, E 128, K 8). A step took
-// 0.98 of bf16's time (bench/results/archive/h200/2026-11-28-fp8-layer.json) with kernels two of which have become
-// faster since; with their times (2026-11-28-e4m3-gradients-wide-lanes.json there) it is 0.92, and 0.85 where codes
-// are handed in. What its kernels gain is 1.5 times what quantising costs; at Qwen3-235B, larger in n and d, 1.9
-// times (the same file and 2026-11-28-forward-e4m3.json). 7B-n256 loses: 1.10 measured, 1.04 with the newer times.
+// They are those of the smallest layer that was seen to gain: Qwen3-30B (32768 tokens, d 2048, n 768, E 128, K 8). A
+// step takes 0.923 of bf16's time, at Qwen3-235B, larger in n and d, 0.864, and 7B-n256 loses, 1.032
+// (bench/results/archive/h200/2026-11-28-fp8-layer-in-turns.json). Where codes are handed in, Qwen3-30B would take
+// 0.856, by the time of the kernels that make them.
 #pragma once
 
 #include <cstdint>

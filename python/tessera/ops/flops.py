@@ -76,7 +76,8 @@ def _nothing(*_arguments, **_results):
 
 FORMULAS = {"moe_forward": _forward, "moe_inference": _forward, "moe_backward": _backward,
             "moe_backward_accumulate": _backward, "route": _route, "grouped_gemm": _grouped_gemm,
-            "grouped_gemm_wgrad": _grouped_gemm_wgrad, "router_loss": _nothing, "update_selection_bias": _nothing}
+            "grouped_gemm_wgrad": _grouped_gemm_wgrad, "router_loss": _nothing, "update_selection_bias": _nothing,
+            "quantise_weights": _nothing}
 
 
 def register() -> None:

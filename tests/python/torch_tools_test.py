@@ -321,7 +321,9 @@ class Opcheck(unittest.TestCase):
                  ("router_loss", (logits.detach(), none, "sigmoid-bias", 0.0, 0.25, False)),
                  ("update_selection_bias", (torch.zeros(E), counts, 0.1, True)),
                  ("grouped_gemm", (x, up, none, offsets, False)),
-                 ("grouped_gemm_wgrad", (x.detach(), x.detach(), offsets))]
+                 ("grouped_gemm_wgrad", (x.detach(), x.detach(), offsets)),
+                 ("quantise_weights", (torch.ones(2, 256, 128).bfloat16(), none, torch.ones(2, 128, 128).bfloat16(),
+                                       "precision=fp8", True))]
         self.assertEqual({name for name, _ in cases}, set(flops.FORMULAS))
         for name, arguments in cases:
             # What returns a list and writes to its arguments has no functional form, and is for eager mode alone.

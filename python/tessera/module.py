@@ -200,7 +200,8 @@ class MoE(nn.Module):
         return self.weight_codes
 
     def _may_take_fp8(self) -> bool:
-        """Whether auto takes fp8 for many tokens."""
+        """Whether auto takes fp8 for some number of tokens. 1024 of them for each expert have at least the rows from
+        which it does so with codes (src/cuda/tuning/precision.hpp)."""
         experts, hidden, intermediate = self.w_down.shape
         return takes_fp8(self._texts[True, False], self.w_down.device, tokens=experts << 10, hidden=hidden,
                          intermediate=intermediate, experts=experts, bias=self.b_up is not None)

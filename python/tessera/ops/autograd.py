@@ -119,7 +119,7 @@ class Layer(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(
                     *join_inputs(_spread(call.positions, tensors, len(INPUTS)), call.text, step))
-        # What auto takes is the same for all calls that are alike.
+        # Calls that are alike take the same precision for auto.
         call.quantises = len(results) > (5 if call.logits else 3)
         if call.quantises:
             *_, x8, x_scale, h_scale = results

@@ -169,7 +169,7 @@ __device__ __forceinline__ void put_one(RouterDlogitsArguments const& p, int64_t
   if (p.gmem_copy != nullptr) p.gmem_copy[token * p.copy_pitch + expert] = value;
 }
 
-// Rows of tokens first, first + 1, .. by the whole warp, which lie one after the other in shared memory.
+// The whole warp stores the rows of `tokens` tokens from `first` on, which lie one after the other in shared memory.
 __device__ __forceinline__ void put_rows(RouterDlogitsArguments const& p, int64_t first, int tokens,
                                          float const* smem_rows) {
   int const experts = p.experts, width = experts % 4 == 0 ? 4 : 1;

@@ -29,7 +29,7 @@ cudaError_t behind_the_stream() {
   return cudaErrorLaunchFailure;
 }
 
-// Of a token: first, end.
+// Returns the first slot of a token and the one behind its last.
 std::pair<std::int64_t, std::int64_t> slots_of(std::int64_t token, std::int32_t const* offsets,
                                                std::int64_t top_k) {
   if (offsets == nullptr) return {token * top_k, (token + 1) * top_k};

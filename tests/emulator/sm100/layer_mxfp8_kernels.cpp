@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a layer of precision mxfp8 launches on sm_100a, as a library would have it: included, so that what the instances
-// include is emulated; with the neutral kernel that makes dscores, without the quantisers, which their test includes.
+// This file includes the instances that a layer of precision mxfp8 launches on sm_100a, so that what they include is
+// emulated, and the neutral kernel that makes dscores. The quantisers are not here: their test includes them.
 #include "cuda/instances/sm100/down_projection_dgrad_mxfp8.cu"
 #include "cuda/instances/sm100/down_projection_fwd_mxfp8.cu"
 #include "cuda/instances/sm100/projection_wgrad.cu"

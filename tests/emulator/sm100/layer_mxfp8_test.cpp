@@ -69,7 +69,7 @@ TEST_F(LayerMxfp8, Routers) {
   }
 }
 
-// By pairs of CTAs, with the bits of one CTA; and those of other orders of events.
+// Kernels of pairs of CTAs give the bits of those of one CTA, whatever the order of events is.
 TEST_F(LayerMxfp8, BitsDependOnNoScheduleAndOnNoPairs) {
   MoeDesc const desc =
       mxfp8_desc({.tokens = 400, .hidden = 256, .intermediate = 128, .experts = 3, .top_k = 2});

@@ -19,6 +19,7 @@ namespace {
 constexpr std::size_t kGuardBytes = 64;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::byte kCanary{0xc5};
+constexpr std::size_t kFilledAtOnce = 16384;  // stays in the processor's first cache
 
 std::size_t allocated_bytes(std::size_t bytes) { return bytes + 2 * kGuardBytes + 2 * kCacheLine; }
 
@@ -50,8 +51,13 @@ GuardedBuffer::~GuardedBuffer() {
 }
 
 void GuardedBuffer::fill(std::uint32_t word) noexcept {
-  for (std::size_t at = 0; at < bytes_; at += sizeof(word)) {
-    std::memcpy(data() + at, &word, std::min(sizeof(word), bytes_ - at));
+  // The beginning is copied behind itself: four bytes at a time took half of the time of a verification.
+  std::size_t written = std::min(sizeof(word), bytes_);
+  std::memcpy(data(), &word, written);
+  while (written < bytes_) {
+    std::size_t const more = std::min({written, bytes_ - written, kFilledAtOnce});
+    std::memcpy(data() + written, data(), more);
+    written += more;
   }
 }
 

@@ -51,7 +51,7 @@ GuardedBuffer::~GuardedBuffer() {
 }
 
 void GuardedBuffer::fill(std::uint32_t word) noexcept {
-  // The beginning is copied behind itself: four bytes at a time took half of the time of a verification.
+  // The beginning is copied behind itself: four bytes at a time took 15 to 96% of the time of a verification.
   std::size_t written = std::min(sizeof(word), bytes_);
   std::memcpy(data(), &word, written);
   while (written < bytes_) {

@@ -19,6 +19,20 @@ TEST(Memory, OutputsAreNanAndAlignedToTheirElementsOnly) {
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(aligned.buffer(1).data) % 64, 0u);
 }
 
+TEST(Memory, EveryByteIsPoisoned) {
+  for (std::uint32_t const poison : kPoisons) {
+    for (std::size_t const bytes : {0, 1, 3, 4, 5, 63, 16384, 16390, 50003}) {
+      GuardedBuffer const buffer(bytes, poison, Alignment::element, {});
+      std::size_t wrong = 0;
+      for (std::size_t i = 0; i < bytes; ++i) {
+        wrong += buffer.data()[i] != std::byte(poison >> 8 * (i % sizeof(poison)) & 0xff);
+      }
+      EXPECT_EQ(wrong, 0u) << bytes;
+      EXPECT_TRUE(buffer.intact());
+    }
+  }
+}
+
 TEST(Memory, WritesToInputsShow) {
   Memory memory(kPoisons[0]);
   std::vector<float> const values = {1, 2, 3};

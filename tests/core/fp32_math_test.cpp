@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
 #include <vector>
 
 namespace tessera::core {
@@ -69,6 +71,82 @@ TEST(ExpFp32, HasTheSameBitsInVectorAndScalarCode) {
     ASSERT_EQ(std::memcmp(&scalar, &out[i], sizeof(float)), 0) << x[i];
   }
 }
+
+TEST(ExpFp32, HasTheSameBitsByFewerOperations) {
+  for (float const x : spread_values()) {
+    if (!(std::abs(x) <= 80.0f)) continue;
+    ASSERT_EQ(exp_fp32_of_normal(x), exp_fp32(x)) << x;
+  }
+}
+
+/// `count` mantissas of divisors: the least, the largest, and any.
+std::vector<std::uint32_t> mantissas(std::size_t count) {
+  std::vector<std::uint32_t> values;
+  for (std::uint32_t i = 0; i < 40; ++i) {
+    values.push_back(0x800000u + i);
+    values.push_back(0xffffffu - i);
+  }
+  std::mt19937 random(5);
+  while (values.size() < count) values.push_back(0x800000u + random() % 0x800000u);
+  return values;
+}
+
+float scaled(std::uint64_t mantissa, int exponent) {
+  return std::ldexp(static_cast<float>(mantissa), exponent - 23);
+}
+
+TEST(DivisionBy, HasTheBitsOfTheDivision) {
+  std::mt19937 random(9);
+  for (std::uint32_t const b : mantissas(20000)) {
+    float const divisor = scaled(b, static_cast<int>(random() % 20));
+    DivisionBy const by(divisor);
+    for (int i = 0; i < 30; ++i) {
+      // Like and unlike the divisor's, as products with the reciprocal are furthest off a little below it.
+      std::uint32_t const a =
+          i < 10 ? b - static_cast<std::uint32_t>(i - 5) : 0x800000u + random() % 0x800000u;
+      float const dividend = scaled(a, -89 + static_cast<int>(random() % 108));
+      ASSERT_EQ(by.quotient(dividend), dividend / divisor) << dividend << " / " << divisor;
+    }
+    ASSERT_EQ(by.quotient(divisor), 1.0f);
+    ASSERT_EQ(by.quotient(0x1p-90f), 0x1p-90f / divisor);
+  }
+}
+
+/// Quotients of every `step`-th mantissa as near as they can be to the middle between two numbers; returns how many.
+/// With the divisor's odd part b: a 2^power = m b + d for a small odd d, where m is the middle of two mantissas.
+std::size_t check_near_the_middle(std::uint32_t step) {
+  std::size_t quotients = 0;
+  for (std::uint32_t whole = 0x800000u; whole < 0x1000000u; whole += step) {
+    int const zeros = std::countr_zero(whole);
+    if (zeros > 2) continue;  // d 2^zeros would not be small
+    auto const divisor = static_cast<float>(whole);
+    DivisionBy const by(divisor);
+    std::uint64_t const b = whole >> zeros;
+    std::uint64_t inverse = b;  // modulo any power of two up to 2^96, by Newton's method
+    for (int i = 0; i < 5; ++i) inverse *= 2 - b * inverse;
+    for (int power = 24 - zeros; power <= 25 - zeros; ++power) {
+      std::uint64_t const modulus = std::uint64_t{1} << power;
+      for (std::int64_t d = -7; d <= 7; d += 2) {
+        auto const added = static_cast<std::uint64_t>(d);
+        for (std::uint64_t m = (0 - added * inverse) % modulus; m < 1u << 25; m += modulus) {
+          std::uint64_t const a = (m * b + added) >> power;
+          if (m >> 24 != 1 || a >> 23 != 1) continue;
+          auto const dividend = static_cast<float>(a);
+          if (by.quotient(dividend) != dividend / divisor) {
+            ADD_FAILURE() << dividend << " / " << divisor;
+            return 0;
+          }
+          ++quotients;
+        }
+      }
+    }
+  }
+  return quotients;
+}
+
+TEST(DivisionBy, RoundsQuotientsNearTheMiddle) { EXPECT_GT(check_near_the_middle(61), 1000000u); }
+
+TEST(DivisionBy, RoundsThemForEveryDivisor) { EXPECT_GT(check_near_the_middle(1), 60000000u); }
 
 TEST(SigmoidPairFp32, KeepsRelativeAccuracyOnBothSides) {
   for (float x = -80.0f; x < 80.0f; x += 0.37f) {

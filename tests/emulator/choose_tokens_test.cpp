@@ -28,13 +28,14 @@ struct Choice {
   int tokens, experts;
   bool normalize = false;
   int groups = 1, top_groups = 1;
+  float spread = 2;                       // of the logits
   std::vector<float> logits{}, scores{};  // (T,E), (T,K)
   std::vector<std::int32_t> ids{};        // (T,K)
 };
 
 Choice make_choice(Choice c) {
   std::mt19937_64 random(static_cast<std::uint64_t>(c.experts));
-  std::normal_distribution<float> normal(0, 2);
+  std::normal_distribution<float> normal(0, c.spread);
   for (int i = 0; i < c.tokens * c.experts; ++i) c.logits.push_back(normal(random));
   for (int t = 0; t < c.tokens; ++t) {
     auto const first = static_cast<int>(random() % static_cast<unsigned>(c.experts));
@@ -121,11 +122,22 @@ std::string rank(Choice const& c) {
 }
 
 TEST(ChooseTokens, RanksOfAnyNumberOfExperts) {
-  for (int const experts : {3, 31, 64, 65, 128, 129, 200, 256, 257, 1024, 1030}) {
+  for (int const experts : {3, 31, 64, 65, 128, 129, 200, 256, 257, 512, 513, 1024, 1030}) {
     EXPECT_EQ(rank(make_choice({RouterKind::topk_softmax, 37, experts})), "") << experts;
     for (bool const normalize : {false, true}) {
       EXPECT_EQ(rank(make_choice({RouterKind::sigmoid_bias, 33, experts, normalize})), "")
           << experts;
+    }
+  }
+}
+
+// Terms of a softmax as small as fp32 has them, of some tokens or of all: those that registers cannot take.
+TEST(ChooseTokens, RanksOfDistantLogits) {
+  for (int const experts : {40, 64, 128, 250, 512}) {
+    for (float const spread : {12.0f, 60.0f}) {
+      Choice c{RouterKind::topk_softmax, 37, experts};
+      c.spread = spread;
+      EXPECT_EQ(rank(make_choice(c)), "") << experts;
     }
   }
 }

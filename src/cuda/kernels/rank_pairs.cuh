@@ -5,6 +5,8 @@
 // Work     reads 4TE + 8TK, writes 4TE
 // Schedule a CTA per 32 tokens, a warp per token: p of all experts, then the members' scores; transposed through shared
 //          memory, so that an expert's ranks lie side by side. The blocks' slots are those of all members.
+//          A softmax over up to 512 experts stays in registers, kValues a lane, and ends in exact quotients without a
+//          division each; a token whose logits are further apart than 60, or NaN, goes the way of other routers
 //          With a mask mask_ranks (kernels/mask_ranks.cuh) then takes padding out of both
 // Numerics fp32, compiled without contraction, sums fold 32 lanes by halves: the bits of the CPU
 // Requires groups <= 32
@@ -28,21 +30,25 @@ namespace tessera::cuda {
 
 struct RankPairsConfig {
   static constexpr int kCtaWarps = 8;
-  static constexpr int kCtas = 6;          // on an SM
   static constexpr int kMaxStaged = 1024;  // experts whose ranks pass through shared memory
+  // On an SM. With the most values shared memory holds no more.
+  static constexpr int ctas(int values) { return values < kMaxValues ? 6 : 3; }
+  static constexpr int kMinValues = 2, kMaxValues = 16;  // of a token in a lane's registers
   static constexpr int kMaxGroups = arch::kWarpThreads;
 };
 
 // A warp's token: its ranks go to `column`, E values `stride` apart.
 struct RankedToken {
   ChooseTokensArguments const& p;
-  int64_t token;
+  int32_t token;
   uint32_t* column;
   int64_t stride;
 
-  __device__ float const* gmem_logits() const { return p.gmem_logits + token * p.experts; }
-  __device__ int32_t member(int k) const { return p.gmem_topk_ids[token * p.top_k + k]; }
-  __device__ float member_score(int k) const { return p.gmem_member_scores[token * p.top_k + k]; }
+  __device__ float const* gmem_logits() const { return p.gmem_logits + int64_t{token} * p.experts; }
+  __device__ int32_t member(int k) const { return p.gmem_topk_ids[int64_t{token} * p.top_k + k]; }
+  __device__ float member_score(int k) const {
+    return p.gmem_member_scores[int64_t{token} * p.top_k + k];
+  }
   // visit(e) for the experts of this lane, of `count` from the first one on.
   template <class Visit>
   __device__ static void for_each(int count, Visit&& visit) {
@@ -127,12 +133,55 @@ struct RankedToken {
     });
   }
 
+  // The same of a softmax over 32 kValues experts, or fewer unless kWhole. False: nothing is written, as terms may be
+  // too small for this.
+  template <int kValues, bool kWhole>
+  __device__ bool rank_in_registers() const {
+    constexpr float kLeast = -60.0f;  // e^-60 is above 2^-90
+    int const lane = arch::lane_idx();
+    float const* const own_logits = gmem_logits() + lane;
+    auto const exists = [&](int i) { return kWhole || lane + i * arch::kWarpThreads < p.experts; };
+    float value[kValues], own = -INFINITY;
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      value[i] = exists(i) ? own_logits[i * arch::kWarpThreads] : -INFINITY;
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) own = fmaxf(own, value[i]);
+    float const largest =
+        core::key_value(__reduce_max_sync(arch::kAllLanes, core::ordered_key(own)));
+    bool fits = true;
+    float partial = 0;
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      float const above = exists(i) ? value[i] - largest : 0.0f;
+      fits &= above >= kLeast;  // not of NaN, and not where the largest is infinite
+      value[i] = core::exp_fp32_of_normal(above);
+      partial += exists(i) ? value[i] : 0.0f;
+    }
+    if (!__all_sync(arch::kAllLanes, fits)) return false;
+    core::DivisionBy const sum(warp::fold_sum<arch::kWarpThreads>(partial));
+    uint32_t* const own_column = column + lane * stride;
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      // The rank of a number that is neither NaN nor -0.
+      uint32_t const rank = __float_as_uint(sum.quotient(value[i])) + 1;
+      if (exists(i)) own_column[i * arch::kWarpThreads * stride] = rank;
+    }
+    return true;
+  }
+
+  template <int kValues, bool kWhole>
   __device__ void rank() const {
     // The first member of each lane is on its way while the others are ranked.
     int const top_k = p.gmem_topk_ids != nullptr ? p.top_k : 0, lane = arch::lane_idx();
     int32_t const first = lane < top_k ? member(lane) : 0;
     float const score = lane < top_k ? member_score(lane) : 0;
-    rank_others();
+    if constexpr (kValues > 0) {
+      if (!rank_in_registers<kValues, kWhole>()) rank_others();
+    } else {
+      rank_others();
+    }
     __syncwarp();
     if (lane < top_k) column[first * stride] = core::pair_rank(true, score);
     for (int k = lane + arch::kWarpThreads; k < top_k; k += arch::kWarpThreads) {
@@ -141,34 +190,69 @@ struct RankedToken {
   }
 };
 
-template <class Config>
-__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config::kCtas)
+// kValues: of a token in a lane's registers, where its p is a softmax over all experts; 0 for other routers. kWhole:
+// every lane has so many.
+template <class Config, int kValues, bool kWhole>
+__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config::ctas(kValues))
     rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kPitch = kChoiceBlockTokens + 1;       // of shared memory
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
-  int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens;
-  bool const staged = p.experts <= Config::kMaxStaged;
-  for (int i = arch::warp_idx(); i < kChoiceBlockTokens; i += Config::kCtaWarps) {
-    int64_t const token = first + i;
-    if (token >= p.tokens) break;
+  int const first = static_cast<int>(blockIdx.x) * kChoiceBlockTokens, warp = arch::warp_idx();
+  auto const tokens = min(static_cast<int>(p.tokens) - first, kChoiceBlockTokens);
+  bool const staged = kValues > 0 || p.experts <= Config::kMaxStaged;
+  for (int i = warp; i < tokens; i += Config::kCtaWarps) {
     if (staged) {
-      RankedToken{p, token, smem_ranks + i, kPitch}.rank();
+      RankedToken{p, first + i, smem_ranks + i, kPitch}.template rank<kValues, kWhole>();
     } else {
-      RankedToken{p, token, gmem_ranks + token, p.tokens}.rank();
+      RankedToken{p, first + i, gmem_ranks + first + i, p.tokens}.template rank<0, false>();
     }
   }
   if (threadIdx.x == 0) {
-    int64_t const members = p.gmem_topk_ids != nullptr ? p.top_k : 0;
-    int64_t const in_block = min(p.tokens - first, int64_t{kChoiceBlockTokens});
-    ChoiceWorkspace::of(p).gmem_block_slots[blockIdx.x] = static_cast<int32_t>(in_block * members);
+    int const members = p.gmem_topk_ids != nullptr ? p.top_k : 0;
+    ChoiceWorkspace::of(p).gmem_block_slots[blockIdx.x] = tokens * members;
   }
   if (!staged) return;
   __syncthreads();
-  int64_t const token = first + arch::lane_idx();
-  for (int e = arch::warp_idx(); e < p.experts && token < p.tokens; e += Config::kCtaWarps) {
-    gmem_ranks[e * p.tokens + token] = smem_ranks[e * kPitch + arch::lane_idx()];
+  if (arch::lane_idx() >= tokens) return;
+  uint32_t const* smem_own = smem_ranks + warp * kPitch + arch::lane_idx();
+  uint32_t* gmem_own = gmem_ranks + (warp * p.tokens + first + arch::lane_idx());
+  int64_t const step = Config::kCtaWarps * p.tokens;
+  int const experts = kWhole ? kValues * arch::kWarpThreads : p.experts;
+#pragma unroll 4
+  for (int e = warp; e < experts; e += Config::kCtaWarps) {
+    *gmem_own = *smem_own;
+    smem_own += Config::kCtaWarps * kPitch;
+    gmem_own += step;
   }
+}
+
+template <auto kKernel, class Config>
+cudaError_t launch_ranking(ChooseTokensArguments const& args, cudaStream_t stream) {
+  constexpr int kMaxShared = Config::kMaxStaged * (kChoiceBlockTokens + 1) * 4;
+  cudaError_t const error = host::allow_shared_memory<kKernel>(kMaxShared);
+  if (error != cudaSuccess) return error;
+  int64_t const blocks = choice_blocks(args.tokens);
+  if (blocks == 0) return cudaSuccess;
+  int const staged = args.experts <= Config::kMaxStaged ? args.experts : 0;
+  auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
+  return host::launch_early(kKernel, false, static_cast<unsigned>(blocks),
+                            Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream, args);
+}
+
+// With the fewest registers that hold a token's experts.
+template <class Config, int kValues>
+cudaError_t launch_rank_pairs_values(ChooseTokensArguments const& args, cudaStream_t stream) {
+  constexpr int kMost = kValues * arch::kWarpThreads;
+  if constexpr (kValues > 0) {
+    if (args.experts > kMost) {
+      constexpr int kMore = kValues < Config::kMaxValues ? 2 * kValues : 0;
+      return launch_rank_pairs_values<Config, kMore>(args, stream);
+    }
+    if (args.experts == kMost)
+      return launch_ranking<rank_pairs<Config, kValues, true>, Config>(args, stream);
+  }
+  return launch_ranking<rank_pairs<Config, kValues, false>, Config>(args, stream);
 }
 
 template <class Config>
@@ -176,15 +260,9 @@ cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStre
   if (args.groups > Config::kMaxGroups || args.slots > INT32_MAX || args.experts < 1) {
     return cudaErrorInvalidValue;
   }
-  constexpr int kMaxShared = Config::kMaxStaged * (kChoiceBlockTokens + 1) * 4;
-  cudaError_t const error = host::allow_shared_memory<rank_pairs<Config>>(kMaxShared);
-  if (error != cudaSuccess) return error;
-  int64_t const blocks = choice_blocks(args.tokens);
-  if (blocks == 0) return cudaSuccess;
-  int const staged = args.experts <= Config::kMaxStaged ? args.experts : 0;
-  auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
-  return host::launch_early(rank_pairs<Config>, false, static_cast<unsigned>(blocks),
-                            Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream, args);
+  return core::has_own_p(args.router.kind)
+             ? launch_rank_pairs_values<Config, 0>(args, stream)
+             : launch_rank_pairs_values<Config, Config::kMinValues>(args, stream);
 }
 
 }  // namespace tessera::cuda

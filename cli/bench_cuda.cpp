@@ -343,8 +343,8 @@ class JobBench {
     std::vector<Candidate> candidates;
     for (std::string const& op : ops) {
       candidates.push_back({op, [launch, op] { launch(op); }});
-      // It waits for what up_projection_fwd hands over, and metadata takes that back; or what it reads has been
-      // overwritten since.
+      // It waits for what up_projection_fwd hands over, and who makes the tables takes that back; or what it reads has
+      // been overwritten since.
       if (std::string const before = before_kernel(op, backward); !before.empty()) {
         candidates.back().ahead = [launch, before] { launch(before); };
       }

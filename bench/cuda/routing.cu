@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// route, metadata and router_loss, compared with their plain twins, and choose_tokens, its rows with its rule; then
-// timed. Each is replayed as a graph of kRepeats calls over rotating buffers larger than L2 and divided: launches
-// included, gaps of an eager stream not.
+// route, metadata and router_loss, compared with their plain twins, and choose_tokens, which makes the tables as well,
+// its rows with its rule; then timed. Each is replayed as a graph of kRepeats calls over rotating buffers larger than
+// L2 and divided: launches included, gaps of an eager stream not.
 // bound_ms = the bytes of the op over the copy rate given.
 //
 //   routing [--json FILE] [--copy-tbps X]
@@ -50,6 +50,7 @@ struct Problem {
         chosen_scores(most_slots(s)),
         token_offsets(s.tokens + 1),
         topk_counts(s.experts),
+        chosen_tables(3 * most_slots(s) + s.experts + 1),
         costs(s.experts + 1),  // the last one stands for z / S
         partial_losses(cuda::kRouterLosses * cuda::loss_blocks(s.tokens)),
         losses(2) {
@@ -121,6 +122,10 @@ struct Problem {
     args.gmem_scores = chosen_scores.get();
     args.gmem_topk_counts = topk_counts.get();
     args.gmem_workspace = choice_workspace.get();
+    args.tables.gmem_sort_permutation = chosen_tables.get();
+    args.tables.gmem_gather_index = chosen_tables.get() + most_slots(shape);
+    args.tables.gmem_inverse_permutation = chosen_tables.get() + 2 * most_slots(shape);
+    args.tables.gmem_expert_offsets = chosen_tables.get() + 3 * most_slots(shape);
     return args;
   }
 
@@ -143,7 +148,7 @@ struct Problem {
   std::vector<std::unique_ptr<DeviceBuffer<int32_t>>> tables;
   DeviceBuffer<int32_t> workspace, choice_workspace, chosen_ids;
   DeviceBuffer<float> chosen_scores;
-  DeviceBuffer<int32_t> token_offsets, topk_counts;
+  DeviceBuffer<int32_t> token_offsets, topk_counts, chosen_tables;
   DeviceBuffer<float> costs, partial_losses, losses;
 };
 
@@ -194,7 +199,7 @@ bool same_losses_as_plain(Problem const& p, RouterKind kind) {
   return result(cuda::launch_router_loss) == result(cuda::launch_router_loss_plain);
 }
 
-// Rows of every expert: the multiple of the tile below or above what the top-k choice gave it.
+// Rows of every expert: the multiple of the tile below or above what the top-k choice gave it; each row with its slot.
 bool is_rounded(Problem const& p, Rounding round) {
   cuda::ChooseTokensArguments const args = p.choose_tokens(0, round);
   TESSERA_CUDA(cuda::launch_choose_tokens(args, nullptr));
@@ -205,6 +210,15 @@ bool is_rounded(Problem const& p, Rounding round) {
   for (size_t e = 0; e < rows.size(); ++e) {
     int const tile = args.router.tile;
     if (rows[e] % tile != 0 || std::abs(rows[e] - counts[e]) >= tile) return false;
+  }
+  std::vector<int32_t> const tables = host_copy(p.chosen_tables, p.chosen_tables.count());
+  auto const most = size_t(Problem::most_slots(p.shape));
+  int32_t const *slot_of = tables.data(), *row_of = slot_of + 2 * most, *offsets = row_of + most;
+  for (size_t e = 0; e < rows.size(); ++e) {
+    if (offsets[e + 1] - offsets[e] != rows[e]) return false;
+  }
+  for (int32_t row = 0; row < used; ++row) {
+    if (slot_of[row] < 0 || slot_of[row] >= used || row_of[slot_of[row]] != row) return false;
   }
   return true;
 }
@@ -280,8 +294,8 @@ std::string bench_shape(Shape const& s, double copy_tbps) {
     rows += "," + row(s, "router_loss", 8.0 * s.tokens * s.experts, copy_tbps, time_graph(losses),
                       same_losses_as_plain(p, kind), "none", name);
   }
-  // Logits and ids in, ranks out and three times in, slots out.
-  double const choice_bytes = 20.0 * s.tokens * s.experts + 16 * slots;
+  // Logits and ids in, ranks out and in, slots and tables out.
+  double const choice_bytes = 12.0 * s.tokens * s.experts + 28 * slots;
   for (auto const& [round, name] : {std::pair{Rounding::nr_f, "nr-f"},
                                     {Rounding::nr_s, "nr-s"},
                                     {Rounding::balance_f, "balance-f"}}) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// route and choose_tokens on a GPU: for equal logits the slots, scores and counts of the CPU backend, bit for bit.
+// route and choose_tokens on a GPU: for equal logits the slots, scores and counts of the CPU backend, bit for bit, and
+// the routing tables of these slots by their definition.
 // Exit 0 passed, 1 failed, 77 skipped (no GPU).
 #include <cuda_runtime.h>
 
@@ -12,6 +13,7 @@
 #include "cuda/host/route.hpp"
 #include "tests/cuda/choice_cases.hpp"
 #include "tests/cuda/device_buffer.cuh"
+#include "tests/cuda/tables_cases.hpp"
 
 namespace {
 
@@ -23,15 +25,25 @@ using tessera::cuda_test::same_bits;
 using tessera::routing_test::ChoiceCase;
 using tessera::routing_test::ChoiceResult;
 using tessera::routing_test::Logits;
+using tessera::routing_test::Tables;
 
-ChoiceResult on_gpu(ChoiceCase const& c, std::vector<float> const& logits,
-                    std::vector<float> const& bias) {
+struct Result {
+  ChoiceResult choice;
+  Tables tables;
+};
+
+Result on_gpu(ChoiceCase const& c, std::vector<float> const& logits,
+              std::vector<float> const& bias) {
+  using namespace tessera::routing_test;  // NOLINT: constants of the tables
   tessera::MoeDesc const desc = desc_of(c);
   auto const slots = size_t(desc.num_slots()), chosen = size_t(c.tokens * c.top_k);
   DeviceBuffer const d_logits(logits), d_bias(bias), d_mask(make_mask(c));
   DeviceBuffer const unrounded(4 * chosen), members(4 * chosen);
   DeviceBuffer const offsets(4 * size_t(c.tokens + 1)), ids(4 * slots), scores(4 * slots);
   DeviceBuffer const counts(4 * size_t(c.experts));
+  DeviceBuffer const expert_offsets(4 * size_t(c.experts + 1));
+  DeviceBuffer const sorted(4 * slots), gathered(4 * slots), inverse(4 * slots);
+  DeviceBuffer const words(std::vector<int32_t>(size_t(kWords), kNotCleared));
   DeviceBuffer const workspace(tessera::cuda::choose_tokens_workspace_bytes(c.tokens, c.experts));
   auto const [groups, top_groups] = c.kind == RouterKind::group_limited
                                         ? tessera::core::router_groups(desc)
@@ -75,28 +87,41 @@ ChoiceResult on_gpu(ChoiceCase const& c, std::vector<float> const& logits,
                .gmem_scores = scores.as<float>(),
                .gmem_topk_counts = counts.as<int32_t>(),
                .gmem_workspace = workspace.as<void>(),
-               .gmem_token_mask = c.padded ? d_mask.as<uint8_t>() : nullptr},
+               .gmem_token_mask = c.padded ? d_mask.as<uint8_t>() : nullptr,
+               .tables = {.gmem_expert_offsets = expert_offsets.as<int32_t>(),
+                          .gmem_sort_permutation = sorted.as<int32_t>(),
+                          .gmem_gather_index = gathered.as<int32_t>(),
+                          .gmem_inverse_permutation = inverse.as<int32_t>(),
+                          .cleared = {words.as<int32_t>(), kClearedWords},
+                          .unused = {words.as<int32_t>() + kClearedWords + 1, kUnused}}},
               nullptr),
           "choose_tokens");
   require(cudaDeviceSynchronize(), "choose_tokens");
-  return {offsets.values<int32_t>(), ids.values<int32_t>(), counts.values<int32_t>(),
-          scores.values<float>()};
+  return {{offsets.values<int32_t>(), ids.values<int32_t>(), counts.values<int32_t>(),
+           scores.values<float>()},
+          {expert_offsets.values<int32_t>(), sorted.values<int32_t>(), gathered.values<int32_t>(),
+           inverse.values<int32_t>(), words.values<int32_t>()}};
 }
 
 bool run(ChoiceCase const& c) {
   std::vector<float> const logits = make_logits(c), bias = make_bias(c);
   ChoiceResult const cpu = on_cpu(c, logits, c.bias ? bias.data() : nullptr);
-  ChoiceResult const gpu = on_gpu(c, logits, bias);
+  auto const [gpu, gpu_tables] = on_gpu(c, logits, bias);
+  Tables const tables = tessera::routing_test::host_tables(
+      {.name = "", .tokens = c.tokens, .top_k = 0, .experts = int32_t(c.experts)},
+      {{cpu.ids.begin(), cpu.ids.end()}, cpu.token_offsets});
   bool const offsets = gpu.token_offsets == cpu.token_offsets, ids = gpu.ids == cpu.ids;
   bool const scores = same_bits(gpu.scores, cpu.scores),
              counts = gpu.topk_counts == cpu.topk_counts;
-  bool const passed = offsets && ids && scores && counts;
-  std::printf("%s T %lld E %lld K %lld router %d round %d tile %d logits %d%s: %d slots%s%s%s%s\n",
-              passed ? "passed" : "FAILED", static_cast<long long>(c.tokens),
-              static_cast<long long>(c.experts), static_cast<long long>(c.top_k), int(c.kind),
-              int(c.round), c.tile, int(c.logits), c.padded ? " padded" : "",
-              cpu.token_offsets.back(), offsets ? "" : " (offsets)", ids ? "" : " (ids)",
-              scores ? "" : " (scores)", counts ? "" : " (counts)");
+  bool const made = agree(gpu_tables, tables);
+  bool const passed = offsets && ids && scores && counts && made;
+  std::printf(
+      "%s T %lld E %lld K %lld router %d round %d tile %d logits %d%s: %d slots%s%s%s%s%s\n",
+      passed ? "passed" : "FAILED", static_cast<long long>(c.tokens),
+      static_cast<long long>(c.experts), static_cast<long long>(c.top_k), int(c.kind), int(c.round),
+      c.tile, int(c.logits), c.padded ? " padded" : "", cpu.token_offsets.back(),
+      offsets ? "" : " (offsets)", ids ? "" : " (ids)", scores ? "" : " (scores)",
+      counts ? "" : " (counts)", made ? "" : " (tables)");
   return passed;
 }
 
@@ -133,7 +158,7 @@ std::vector<ChoiceCase> cases() {
     all.push_back({.tokens = 5, .experts = 8, .top_k = 2, .round = round, .tile = 4});
     all.push_back({.tokens = 0, .experts = 8, .top_k = 2, .round = round});
     all.push_back({.tokens = 3000, .experts = 128, .top_k = 8, .round = round});
-    // Many candidates; ranks that do not fit shared memory; more blocks than each CTA of emit adds up.
+    // Many candidates; ranks that do not fit shared memory; more tokens than keep has words at once.
     all.push_back({.tokens = 9000, .experts = 256, .top_k = 4, .round = round});
     all.push_back({.tokens = 20000, .experts = 16, .top_k = 2, .round = round});
     all.push_back(

@@ -26,23 +26,42 @@ class Kernel:
     early: bool = False
 
 
-def tables(routed: bool, counts: bool, early: bool, clears: bool) -> list[Kernel]:
-    """What the tables are made from lies where y is written later: scratch. early: none of these kernels is, but they
-    could be. clears: the last one clears the words of the kernels behind."""
+def chosen_tables(broken: str) -> list[Kernel]:
+    """What choose_tokens launches, which makes slots and tables: from its second kernel on all start early."""
+    keep, scan = [["let", "wait", "read scratch", "write scratch"] for _ in range(2)]
+    if broken == "keep_reads_at_once":
+        keep.remove("wait")
+    if broken == "scan_never_waits":  # emit, which waits for it, then knows nothing of keep
+        scan.remove("wait")
+    clears = ["clear a"] if broken != "words_not_cleared" else []
+    return [
+        Kernel("rank_pairs", ["let", "read scratch", "write scratch"]),
+        Kernel("choose_tokens_keep", keep, early=True),
+        Kernel("choose_tokens_scan", scan, early=True),
+        Kernel("choose_tokens_emit", ["wait", *clears, "read scratch", "write ids", "write scores", "write tables"],
+               early=True),
+    ]
+
+
+def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool) -> list[Kernel]:
+    """What the tables are made from lies where y is written later: scratch. early: without rounding none of these
+    kernels is, but they could be. The last one clears the words of the kernels behind."""
     starts = ["let", "wait"] if early else []
+    clears = broken != "words_not_cleared"
     first = [Kernel("router_logits", ["read x", "write scratch"]),
              Kernel("route", ["read scratch", "write ids", "write scores", "write scratch"])]
     given = [Kernel("given_slots", ["write scratch", "write ids", "write scores"]),
              Kernel("metadata_rank", [*starts, "read ids", "write scratch"])]
+    scatter = Kernel("metadata_scatter",
+                     [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early)
     return [
         *(first if routed else given),
-        Kernel("metadata_scatter",
-               [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early),
+        *(chosen_tables(broken) if rounds else [scatter]),
         *([Kernel("expert_counts", ["read tables"])] if counts else []),
     ]
 
 
-def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel]:
+def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool = False) -> list[Kernel]:
     up = ["read tables", "read x", "write a of first", "write h", "announce a", "write a of last", "write h"]
     down = ["read tables", "await a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
     if broken == "only_first_experts":  # of a CTA: no reason to wait but the rule
@@ -51,7 +70,7 @@ def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel
         down.remove("await a")
     starts = {"let_before_wait": ["let", "wait"], "wait_before_let": ["wait", "let"]}.get(broken)
     return [
-        *tables(routed, counts, starts is not None, clears=broken != "words_not_cleared"),
+        *tables(routed, counts, starts is not None, broken, rounds),
         Kernel("up_projection_fwd", (starts or ["let"]) + up, early=starts is not None),
         Kernel("down_projection_fwd", down, early=True),
         Kernel("aggregate", ["read scratch", "read scores", "write o"]),
@@ -166,7 +185,7 @@ def step(chance, broken_forward: str = "", broken_backward: str = "", rounds: bo
     fp32_router = routed and chance.random() < 0.5
     if rounds is None:
         rounds = routed and chance.random() < 0.25
-    return [*forward(routed, chance.random() < 0.3, broken_forward),
+    return [*forward(routed, chance.random() < 0.3, broken_forward, rounds),
             *backward(routed, broken_backward, fp32_router, rounds)]
 
 
@@ -192,6 +211,11 @@ class LaunchModel(unittest.TestCase):
         for rule in ("let_before_wait", "only_first_experts", "nothing_awaited", "words_not_cleared"):
             with self.subTest(rule):
                 self.notices(broken_forward=rule)
+
+    def test_choose_tokens_needs_its_rules(self):
+        for rule in ("keep_reads_at_once", "scan_never_waits", "words_not_cleared"):
+            with self.subTest(rule):
+                self.notices(broken_forward=rule, rounds=True)
 
     def test_backward_needs_its_rules(self):
         for rule in ("wgrad_lets_at_once", "no_wait_at_end"):

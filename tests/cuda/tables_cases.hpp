@@ -75,8 +75,8 @@ inline Tables host_tables(TablesCase const& c, Slots const& slots) {
   std::vector<std::int32_t> next(out.expert_offsets.begin(), out.expert_offsets.end() - 1);
   std::int32_t token = 0;
   for (std::size_t j = 0; j < count; ++j) {
-    while (slots.token_offsets[std::size_t(token) + 1] <= std::int64_t(j)) ++token;
     if (!valid(slots.ids[j])) continue;
+    while (slots.token_offsets[std::size_t(token) + 1] <= std::int64_t(j)) ++token;
     auto const row = std::size_t(next[std::size_t(slots.ids[j])]++);
     out.inverse_permutation[j] = std::int32_t(row);
     out.sort_permutation[row] = std::int32_t(j);

@@ -8,12 +8,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cleared_words.hpp"
 #include "core/token_rounding.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {
 
 constexpr int kChoiceBlockTokens = 32;  // tokens whose slots one CTA counts and emits
+
+/// The routing tables of the chosen slots, those that metadata makes of other slots (host/metadata.hpp).
+struct ChoiceTables {
+  int32_t* gmem_expert_offsets = nullptr;       // (E+1), or null: no tables
+  int32_t* gmem_sort_permutation = nullptr;     // (P) row -> slot; -1 from row R on
+  int32_t* gmem_gather_index = nullptr;         // (P) row -> token; 0 from row R on
+  int32_t* gmem_inverse_permutation = nullptr;  // (P) slot -> row; -1 from slot R on
+  ClearedWords cleared = {};
+  ClearedWords unused = {};  // elements that belong to no table (core/unused_elements.hpp)
+};
 
 struct ChooseTokensArguments {
   float const* gmem_logits;          // (T,E)
@@ -35,6 +46,7 @@ struct ChooseTokensArguments {
   void* gmem_workspace;         // choose_tokens_workspace_bytes, 16-byte aligned, any content
   /// (T) or null: tokens of 0 are padding, whose pairs have no rank.
   uint8_t const* gmem_token_mask = nullptr;
+  ChoiceTables tables = {};
 };
 
 __host__ __device__ constexpr int64_t choice_blocks(int64_t tokens) {
@@ -46,24 +58,33 @@ __host__ __device__ constexpr uint64_t pair_order(uint32_t rank, int64_t token) 
   return uint64_t{rank} << 32 | (0xffffffffu - static_cast<uint32_t>(token));
 }
 
+/// Says which tokens of a block an expert keeps, a bit each, and how many it keeps in the blocks ahead.
+struct alignas(8) KeptTokens {
+  uint32_t tokens;
+  int32_t before;
+};
+
 /// Regions of the workspace.
 struct ChoiceWorkspace {
   core::ExpertPairs* gmem_pairs;  // (E)
-  uint64_t* gmem_cuts;            // (E): the least pair_order that stays
+  KeptTokens* gmem_kept;          // (E,blocks)
   uint32_t* gmem_ranks;           // (E,T); 0: not eligible
   int32_t* gmem_block_slots;  // (blocks+1): of each block, then their exclusive sums and the total
 
   __device__ static ChoiceWorkspace of(ChooseTokensArguments const& p) {
     auto* const pairs = static_cast<core::ExpertPairs*>(p.gmem_workspace);
-    auto* const cuts = reinterpret_cast<uint64_t*>(pairs + p.experts);
-    auto* const ranks = reinterpret_cast<uint32_t*>(cuts + p.experts);
-    return {pairs, cuts, ranks, reinterpret_cast<int32_t*>(ranks + p.tokens * p.experts)};
+    auto* const kept = reinterpret_cast<KeptTokens*>(pairs + p.experts);
+    auto* const ranks = reinterpret_cast<uint32_t*>(kept + p.experts * choice_blocks(p.tokens));
+    auto* const block_slots = reinterpret_cast<int32_t*>(ranks + p.tokens * p.experts);
+    return {pairs, kept, ranks, block_slots};
   }
 };
 
 constexpr size_t choose_tokens_workspace_bytes(int64_t tokens, int64_t experts) {
-  return (sizeof(core::ExpertPairs) + sizeof(uint64_t)) * static_cast<size_t>(experts) +
-         4 * static_cast<size_t>(experts * tokens + choice_blocks(tokens) + 1);
+  int64_t const blocks = choice_blocks(tokens);
+  return sizeof(core::ExpertPairs) * static_cast<size_t>(experts) +
+         sizeof(KeptTokens) * static_cast<size_t>(experts * blocks) +
+         4 * static_cast<size_t>(experts * tokens + blocks + 1);
 }
 
 /// Launches on `stream`; allocates nothing, waits for nothing. For equal logits the slots and the bits of the CPU's.

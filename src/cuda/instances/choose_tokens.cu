@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../kernels/choose_tokens.cuh"
+#include "../kernels/choose_tokens_emit.cuh"
 #include "../kernels/mask_ranks.cuh"
 #include "../kernels/rank_pairs.cuh"
 
@@ -10,7 +11,10 @@ cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t
   if (error == cudaSuccess && args.gmem_token_mask != nullptr) {
     error = launch_mask_ranks_config<RankPairsConfig>(args, stream);
   }
-  return error == cudaSuccess ? launch_choose_tokens_config<ChooseTokensConfig>(args, stream)
+  if (error == cudaSuccess) {
+    error = launch_choose_tokens_keep_config<ChooseTokensConfig>(args, stream);
+  }
+  return error == cudaSuccess ? launch_choose_tokens_emit_config<EmitTokensConfig>(args, stream)
                               : error;
 }
 

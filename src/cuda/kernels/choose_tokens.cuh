@@ -2,17 +2,18 @@
 // choose_tokens: expert e keeps its m_e pairs (token, e) of highest rank; slots by token, then expert.
 //   token rounding  m_e by core/token_rounding.hpp; members of the top-k choice rank above others
 //   expert choice   m_e = capacity, or an even share of the slots of all real tokens, no members: pairs rank by p
-// Shapes   ranks (E,T) and blocks' counts of slots, as rank_pairs leaves them; ids, scores (P), token_offsets (T+1)
-// Work     reads 4TE of ranks twice, out of L2 where they fit; writes 8P + 4T
+// Shapes   ranks (E,T) and blocks' counts of slots, as rank_pairs leaves them; ids, scores (P), token_offsets (T+1),
+//          and where the call wants them the routing tables
+// Work     reads 4TE of ranks once, out of L2 where they fit, writes a bit of each; then that of choose_tokens_emit.cuh
 // Schedule kernels in the stream's order, choose_tokens_..
 //   keep   a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule gives m_e;
 //          the last pair that stays is found bit by bit, from the end of its class that is nearer, among the few that
 //          the threads' nearest ones leave in question. It is the expert's cut, and what it drops and adds moves the
-//          blocks' counts. balance_f, whose rule runs over the experts: counts and cuts in two launches, .._round
-//          between them
-//   scan   one CTA: slots of earlier blocks
-//   emit   a CTA per 32 tokens: a lane has a token, a warp a part of the experts and a bit for each; the block's slots
-//          leave through shared memory; fills what is left of P
+//          blocks' counts. Leaves which tokens of each 32 stay, and how many do ahead of them. balance_f, whose rule
+//          runs over the experts: counts and cuts in two launches, .._round between them
+//   scan   one CTA adds up the slots of earlier blocks, with tables another one the rows of earlier experts
+//   emit   kernels/choose_tokens_emit.cuh
+//          All start while the kernel ahead of them ends, and wait before they read
 // Numerics integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
 //          total
 // Requires E <= kMaxChoosingExperts
@@ -22,6 +23,7 @@
 
 #include <cstdint>
 
+#include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/static_shared.cuh"
@@ -29,20 +31,26 @@
 #include "../host/choose_tokens.hpp"
 #include "../host/kernel_limits.hpp"
 #include "../host/launch.hpp"
-#include "../warp/fold.cuh"
 #include "../warp/sums.cuh"
 #include "core/token_rounding.hpp"
 
 namespace tessera::cuda {
 
 struct ChooseTokensConfig {
-  static constexpr int kCtaWarps = 8;        // of emit
-  static constexpr int kStagedSlots = 1024;  // of a block, that pass through shared memory
-  static constexpr int kThreads = 512;       // of keep
-  static constexpr int kCtas = 2;            // of keep on an SM, where their ranks fit
-  static constexpr int kMaxTokens = 49152;   // whose ranks of an expert lie in its shared memory
-  static constexpr int kAhead = 16;          // ranks of a thread that are on their way at once
+  static constexpr int kThreads = 512;  // of keep
+  static constexpr int kCtas = 2;       // of keep on an SM, where their ranks fit
+  static constexpr int kMaxWideExperts =
+      132;  // that have CTAs of twice the threads: no more than H100 and H200 have SMs
+  static constexpr int kMaxTokens = 49152;  // whose ranks of an expert lie in its shared memory
+  static constexpr int kAhead = 16;         // ranks of a thread that are on their way at once
   static constexpr int kScanThreads = 1024;
+};
+
+// Keep has this where every expert has an SM to itself.
+template <class Config>
+struct WideKeep : Config {
+  static constexpr int kThreads = 2 * Config::kThreads;
+  static constexpr int kCtas = 1;
 };
 
 // An end of a class, which is the members of an expert or its other eligible tokens. Keys order the pairs of the class,
@@ -174,6 +182,40 @@ class ExpertColumn {
     return least;
   }
 
+  // Writes which tokens of each block stay, those from `least` on, and how many do in the blocks ahead of it. No
+  // barrier ahead: a thread reads what it has brought itself.
+  __device__ void store_kept(uint64_t least, KeptTokens* gmem_kept) const {
+    constexpr int kWords = Config::kMaxTokens / kChoiceBlockTokens;  // at a time
+    TESSERA_STATIC_SHARED(smem_words, uint32_t[kWords]);
+    int const lane = arch::lane_idx(), thread = static_cast<int>(threadIdx.x);
+    auto const blocks = static_cast<int>(choice_blocks(tokens_));
+    int carry = 0;
+    for (int first = 0; first < blocks; first += kWords) {
+      int const words = min(blocks - first, kWords);
+      for (int b = thread / arch::kWarpThreads; b < words; b += kWarps) {
+        int const t = (first + b) * kChoiceBlockTokens + lane;
+        uint32_t const rank = t < tokens_ ? ranks_[t] : 0;
+        bool const stays = rank != 0 && pair_order(rank, t) >= least;
+        uint32_t const kept = __ballot_sync(arch::kAllLanes, stays);
+        if (lane == 0) smem_words[b] = kept;
+      }
+      __syncthreads();
+      int const of_thread = (words + Config::kThreads - 1) / Config::kThreads;
+      int const begin = min(thread * of_thread, words), end = min(begin + of_thread, words);
+      int own = 0;
+      for (int b = begin; b < end; ++b) own += __popc(smem_words[b]);
+      warp::CtaSums const sums = warp::sums_over_cta<kWarps>(own);
+      int before = carry + sums.before;
+      for (int b = begin; b < end; ++b) {
+        uint32_t const kept = smem_words[b];
+        gmem_kept[first + b] = {kept, before};
+        before += __popc(kept);
+      }
+      carry += sums.all;
+      __syncthreads();
+    }
+  }
+
  private:
   static constexpr int kWarps = Config::kThreads / arch::kWarpThreads;
   static constexpr uint64_t kMinPair = uint64_t{1} << 32, kMinMember = uint64_t{1} << 63,
@@ -250,11 +292,50 @@ class ExpertColumn {
   int turn_ = 0;
 };
 
+// write(i, sum of the values ahead of i) for each i below `count`, by a CTA of kThreads; returns the sum of all.
+template <int kThreads, class Read, class Write>
+__device__ __forceinline__ int scan_values(int64_t count, Read&& read, Write&& write) {
+  int carry = 0;
+  for (int64_t base = 0; base < count; base += kThreads) {
+    int64_t const i = base + threadIdx.x;
+    warp::CtaSums const sums =
+        warp::sums_over_cta<kThreads / arch::kWarpThreads>(i < count ? read(i) : 0);
+    if (i < count) write(i, carry + sums.before);
+    carry += sums.all;
+    __syncthreads();
+  }
+  return carry;
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kScanThreads)
+    choose_tokens_scan(__grid_constant__ ChooseTokensArguments const p) {
+  arch::let_next_kernel_start();
+  arch::wait_for_previous_kernel();
+  ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
+  if (blockIdx.x == 0) {
+    int32_t* const gmem_slots = workspace.gmem_block_slots;
+    int64_t const blocks = choice_blocks(p.tokens);
+    int const all = scan_values<Config::kScanThreads>(
+        blocks, [&](int64_t b) { return gmem_slots[b]; },
+        [&](int64_t b, int before) { gmem_slots[b] = before; });
+    if (threadIdx.x == 0) gmem_slots[blocks] = all;
+  } else {
+    int32_t* const gmem_offsets = p.tables.gmem_expert_offsets;
+    int const all = scan_values<Config::kScanThreads>(
+        p.experts, [&](int64_t e) { return static_cast<int>(workspace.gmem_pairs[e].takes); },
+        [&](int64_t e, int before) { gmem_offsets[e] = before; });
+    if (threadIdx.x == 0) gmem_offsets[p.experts] = all;
+  }
+}
+
 enum class ChoiceStep { count, cut, both };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     choose_tokens_keep(__grid_constant__ ChooseTokensArguments const p, ChoiceStep const step) {
+  arch::let_next_kernel_start();
+  arch::wait_for_previous_kernel();
   auto const expert = static_cast<int>(blockIdx.x);
   core::ExpertPairs& gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs[expert];
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_column);
@@ -287,14 +368,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
   ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
   uint64_t const cut = column.cut(static_cast<int>(pairs.takes), static_cast<int>(pairs.members),
                                   static_cast<int>(pairs.eligible), workspace.gmem_block_slots);
-  if (threadIdx.x == 0) workspace.gmem_cuts[expert] = cut;
+  column.store_kept(cut, workspace.gmem_kept + expert * choice_blocks(p.tokens));
+  if (threadIdx.x == 0) gmem_pairs.takes = pairs.takes;
 }
 
 // balance_f: each answer depends on those of all experts before it. One warp goes from expert to expert, 32 of them in
 // its lanes with all that does not depend on others.
-template <class Config>
 __global__ void __launch_bounds__(arch::kWarpThreads)
     choose_tokens_round(__grid_constant__ ChooseTokensArguments const p) {
+  arch::let_next_kernel_start();
+  arch::wait_for_previous_kernel();
   core::ExpertPairs* const gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs;
   int const lane = arch::lane_idx(), tile = p.router.tile;
   int64_t carry = 0;
@@ -318,184 +401,33 @@ __global__ void __launch_bounds__(arch::kWarpThreads)
   }
 }
 
-// A lane's token and the experts of its warp, of which it keeps some. Ranks and cuts are read once; a bit per pair says
-// what stays.
 template <class Config>
-struct ChoicePart {
-  int64_t token;
-  int first, end;  // experts
-  uint32_t const* gmem_ranks;
-  int64_t tokens;
-  uint32_t* smem_kept;  // this lane's words, a warp apart: of 32 experts each
-
-  // Experts of a warp, and words of a lane.
-  __host__ __device__ static constexpr int experts_of(int experts) {
-    return (experts + Config::kCtaWarps - 1) / Config::kCtaWarps;
-  }
-  __host__ __device__ static constexpr int words_of(int experts) {
-    return (experts_of(experts) + arch::kWarpThreads - 1) / arch::kWarpThreads;
-  }
-  // The lanes of a CTA have so many bytes of these bits.
-  static constexpr int kept_bytes(int experts) {
-    return 4 * Config::kCtaWarps * arch::kWarpThreads * words_of(experts);
-  }
-
-  __device__ ChoicePart(ChooseTokensArguments const& p, uint32_t* smem)
-      : token(int64_t{blockIdx.x} * kChoiceBlockTokens + arch::lane_idx()),
-        gmem_ranks(ChoiceWorkspace::of(p).gmem_ranks + token),
-        tokens(p.tokens),
-        smem_kept(smem + arch::warp_idx() * words_of(p.experts) * arch::kWarpThreads +
-                  arch::lane_idx()) {
-    first = min(arch::warp_idx() * experts_of(p.experts), p.experts);
-    end = token < p.tokens ? min(first + experts_of(p.experts), p.experts) : first;
-  }
-
-  // Notes the pairs that stay and counts them.
-  __device__ int find(uint64_t const* gmem_cuts) const {
-    constexpr int kAhead = 8;
-    int count = 0;
-    for (int base = first; base < end; base += arch::kWarpThreads) {
-      uint32_t kept = 0;
-      TESSERA_UNROLL
-      for (int offset = 0; offset < arch::kWarpThreads; offset += kAhead) {
-        if (base + offset >= end) break;
-        uint32_t ranks[kAhead];
-        uint64_t cuts[kAhead];
-        TESSERA_UNROLL
-        for (int i = 0; i < kAhead; ++i) {
-          int const e = base + offset + i;
-          ranks[i] = e < end ? gmem_ranks[e * tokens] : 0;
-          cuts[i] = e < end ? gmem_cuts[e] : 0;
-        }
-        TESSERA_UNROLL
-        for (int i = 0; i < kAhead; ++i) {
-          bool const stays = ranks[i] != 0 && pair_order(ranks[i], token) >= cuts[i];
-          kept |= stays ? 1u << (offset + i) : 0;
-        }
-      }
-      smem_kept[base - first] = kept;
-      count += __popc(kept);
-    }
-    return count;
-  }
-  // visit(e, rank) for them, experts ascending.
-  template <class Visit>
-  __device__ void for_each(Visit&& visit) const {
-    for (int base = first; base < end; base += arch::kWarpThreads) {
-      for (uint32_t kept = smem_kept[base - first]; kept != 0; kept &= kept - 1) {
-        int const e = base + __ffs(static_cast<int>(kept)) - 1;
-        visit(e, gmem_ranks[e * tokens]);
-      }
-    }
-  }
-};
-
-// kScanThreads blocks at a time.
-template <class Config>
-__global__ void __launch_bounds__(Config::kScanThreads)
-    choose_tokens_scan(__grid_constant__ ChooseTokensArguments const p) {
-  constexpr int kWarps = Config::kScanThreads / arch::kWarpThreads;
-  static_assert(kWarps == arch::kWarpThreads, "a lane per warp");
-  TESSERA_STATIC_SHARED(smem_sums, int[kWarps]);
-  int32_t* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
-  int64_t const blocks = choice_blocks(p.tokens);
-  int const warp = arch::warp_idx();
-  int carry = 0;
-  for (int64_t base = 0; base < blocks; base += Config::kScanThreads) {
-    int64_t const b = base + threadIdx.x;
-    int const own = b < blocks ? gmem_block_slots[b] : 0;
-    int const up_to = warp::inclusive_sum(own);
-    if (arch::lane_idx() == arch::kWarpThreads - 1) smem_sums[warp] = up_to;
-    __syncthreads();
-    int const of_warps = warp::inclusive_sum(smem_sums[arch::lane_idx()]);
-    int const earlier = __shfl_sync(arch::kAllLanes, of_warps, max(warp - 1, 0));
-    if (b < blocks) gmem_block_slots[b] = carry + (warp > 0 ? earlier : 0) + up_to - own;
-    carry += __shfl_sync(arch::kAllLanes, of_warps, kWarps - 1);
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) gmem_block_slots[blocks] = carry;
-}
-
-template <class Config>
-__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
-    choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
-  constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
-  TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_kept);
-  TESSERA_STATIC_SHARED(smem_counts, int[Config::kCtaWarps][kChoiceBlockTokens]);
-  TESSERA_STATIC_SHARED(smem_ids, int32_t[Config::kStagedSlots]);
-  TESSERA_STATIC_SHARED(smem_scores, float[Config::kStagedSlots]);
-  int32_t const* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
-  ChoicePart<Config> const part(p, smem_kept);
-  int const warp = arch::warp_idx(), lane = arch::lane_idx();
-  smem_counts[warp][lane] = part.find(ChoiceWorkspace::of(p).gmem_cuts);
-  __syncthreads();
-  int of_token = 0, before = 0;
-  TESSERA_UNROLL
-  for (int w = 0; w < Config::kCtaWarps; ++w) {
-    before += w < warp ? smem_counts[w][lane] : 0;
-    of_token += smem_counts[w][lane];
-  }
-  int const block_slot = gmem_block_slots[blockIdx.x], end = warp::inclusive_sum(of_token);
-  int const slots = __shfl_sync(arch::kAllLanes, end, arch::kWarpThreads - 1);
-  if (warp == 0 && part.token < p.tokens) p.gmem_token_offsets[part.token + 1] = block_slot + end;
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_token_offsets[0] = 0;
-  // A warp has few slots of each token: it would write a few bytes of each of many sectors.
-  bool const staged = slots <= Config::kStagedSlots;
-  int32_t* const ids = staged ? smem_ids : p.gmem_ids + block_slot;
-  float* const scores = staged ? smem_scores : p.gmem_scores + block_slot;
-  int slot = end - of_token + before;
-  part.for_each([&](int e, uint32_t rank) {
-    ids[slot] = e;
-    scores[slot] = p.router.route_scale * core::score_of_rank(rank);
-    ++slot;
-  });
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); staged && i < slots; i += kThreads) {
-    p.gmem_ids[block_slot + i] = smem_ids[i];
-    p.gmem_scores[block_slot + i] = smem_scores[i];
-  }
-  int64_t const used = gmem_block_slots[choice_blocks(p.tokens)];
-  int64_t const step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = used + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.slots; i += step) {
-    p.gmem_ids[i] = -1;
-    p.gmem_scores[i] = 0;
-  }
-}
-
-template <class Config>
-cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaStream_t stream) {
-  if (args.experts > kMaxChoosingExperts) return cudaErrorInvalidValue;
+cudaError_t launch_keep(ChooseTokensArguments const& args, cudaStream_t stream) {
   cudaError_t error = host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMaxTokens);
   if (error != cudaSuccess) return error;
-  error = host::allow_shared_memory<choose_tokens_emit<Config>>(
-      ChoicePart<Config>::kept_bytes(kMaxChoosingExperts));
-  if (error != cudaSuccess) return error;
-  auto const experts = static_cast<unsigned>(args.experts);
   size_t const smem_bytes =
       args.tokens <= Config::kMaxTokens ? 4 * static_cast<size_t>(args.tokens) : 0;
   auto const keep = [&](ChoiceStep step) {
-    return host::launch_early(choose_tokens_keep<Config>, false, experts, Config::kThreads,
-                              smem_bytes, stream, args, step);
+    return host::launch_early(choose_tokens_keep<Config>, true, static_cast<unsigned>(args.experts),
+                              Config::kThreads, smem_bytes, stream, args, step);
   };
-  if (args.router.round == Rounding::balance_f) {
-    error = keep(ChoiceStep::count);
-    if (error != cudaSuccess) return error;
-    error = host::launch_early(choose_tokens_round<Config>, false, 1, arch::kWarpThreads, 0, stream,
-                               args);
-    if (error != cudaSuccess) return error;
-    error = keep(ChoiceStep::cut);
-  } else {
-    error = keep(ChoiceStep::both);
-  }
+  if (args.router.round != Rounding::balance_f) return keep(ChoiceStep::both);
+  error = keep(ChoiceStep::count);
   if (error != cudaSuccess) return error;
-  error = host::launch_early(choose_tokens_scan<Config>, false, 1, Config::kScanThreads, 0, stream,
-                             args);
+  error = host::launch_early(choose_tokens_round, true, 1, arch::kWarpThreads, 0, stream, args);
+  return error == cudaSuccess ? keep(ChoiceStep::cut) : error;
+}
+
+template <class Config>
+cudaError_t launch_choose_tokens_keep_config(ChooseTokensArguments const& args,
+                                             cudaStream_t stream) {
+  if (args.experts > kMaxChoosingExperts) return cudaErrorInvalidValue;
+  cudaError_t const error = args.experts <= Config::kMaxWideExperts
+                                ? launch_keep<WideKeep<Config>>(args, stream)
+                                : launch_keep<Config>(args, stream);
   if (error != cudaSuccess) return error;
-  constexpr int kCtaThreads = Config::kCtaWarps * arch::kWarpThreads;
-  // Without tokens one CTA still writes the first offset.
-  auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
-  auto const kept_bytes = static_cast<size_t>(ChoicePart<Config>::kept_bytes(args.experts));
-  return host::launch_early(choose_tokens_emit<Config>, false, blocks, kCtaThreads, kept_bytes,
+  unsigned const scans = args.tables.gmem_expert_offsets != nullptr ? 2 : 1;
+  return host::launch_early(choose_tokens_scan<Config>, true, scans, Config::kScanThreads, 0,
                             stream, args);
 }
 

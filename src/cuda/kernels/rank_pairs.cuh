@@ -17,6 +17,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
@@ -195,6 +196,7 @@ struct RankedToken {
 template <class Config, int kValues, bool kWhole>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config::ctas(kValues))
     rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
+  arch::let_next_kernel_start();
   constexpr int kPitch = kChoiceBlockTokens + 1;       // of shared memory
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate on the caller's stream.
+// Where tokens are rounded or experts choose, choose_tokens makes the tables instead of metadata.
 // Where operands are quantised, x and the weights become codes before up_projection_fwd (low_precision.hpp).
 // A fast down_projection_fwd starts while up_projection_fwd ends (docs/adr/0021-experts-handed-over.md).
 // Every launch has a size known from the shape: nothing waits, allocates or reads device memory from the host, so a
@@ -53,6 +54,7 @@ struct RouterMemory {
   float* gmem_member_scores = nullptr;
   int32_t* gmem_topk_counts = nullptr;
   std::byte* gmem_choice_workspace = nullptr;
+  ChoiceTables tables = {};                 ///< that choose_tokens makes
   void* gmem_metadata_workspace = nullptr;  ///< null: no metadata follows
 };
 
@@ -145,7 +147,8 @@ void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterM
          .gmem_scores = memory.gmem_topk_weights,
          .gmem_topk_counts = desc.rounds_tokens() ? memory.gmem_topk_counts : nullptr,
          .gmem_workspace = memory.gmem_choice_workspace,
-         .gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data)},
+         .gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data),
+         .tables = memory.tables},
         stream);
   });
   // Backward reads these of the choice before rounding.
@@ -163,7 +166,7 @@ std::int32_t add_choice(MoeDesc const& desc, RouterTensors const& tensors,
     if (!desc.experts_choose()) {
       unit_slots = add_topk_choice(desc, tensors, memory, sequence);
     }
-    if (desc.experts_vary()) add_token_choice(desc, tensors, memory, sequence);
+    if (chooses_tokens(desc)) add_token_choice(desc, tensors, memory, sequence);
     return unit_slots;
   }
   sequence.add("score choice", [&](cudaStream_t stream) {
@@ -214,11 +217,15 @@ bool is_contiguous(Tensor const& tensor) noexcept {
   return tensor.present() && pitch_of(tensor) == tensor.shape[1];
 }
 
+ClearedWords unused_words(MoeDesc const& desc, RoutingView const& tables) noexcept {
+  std::span<std::int32_t> const unused = core::unused_elements(desc, tables);
+  return {unused.data(), int32(std::ssize(unused))};
+}
+
 void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView const& tables,
                   void* gmem_workspace, ClearedWords const& cleared, std::int32_t unit_slots,
                   Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
-  std::span<std::int32_t> const unused = core::unused_elements(desc, tables);
   sequence.select("metadata", MetadataArguments{
                                   .gmem_ids = gmem_ids,
                                   .ids_are_int64 = false,
@@ -233,7 +240,7 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                                   .gmem_inverse_permutation = tables.inverse_permutation,
                                   .gmem_workspace = gmem_workspace,
                                   .cleared = cleared,
-                                  .unused = {unused.data(), int32(std::ssize(unused))},
+                                  .unused = unused_words(desc, tables),
                                   .unit_slots = unit_slots,
                               });
 }
@@ -302,9 +309,16 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
          .gmem_member_scores = plan.choice.member_scores.in(base),
          .gmem_topk_counts = static_cast<std::int32_t*>(args.topk_counts.data),
          .gmem_choice_workspace = plan.choice.workspace.in(base),
+         .tables = {.gmem_expert_offsets = tables.expert_offsets,
+                    .gmem_sort_permutation = tables.sort_permutation,
+                    .gmem_gather_index = tables.gather_index,
+                    .gmem_inverse_permutation = tables.inverse_permutation,
+                    .cleared = counters,
+                    .unused = unused_words(desc, tables)},
          .gmem_metadata_workspace = plan.metadata.in(base)},
         sequence);
   }
+  if (chooses_tokens(desc)) return;  // and has made the tables
   add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, unit_slots, sequence);
 }
 

@@ -23,7 +23,7 @@ constexpr std::int64_t kFp32Bytes = 4;
 
 ChoicePlan plan_choice(MoeDesc const& desc, core::WorkspacePlan& plan) noexcept {
   ChoicePlan out;
-  if (!desc.rounds_tokens() && !desc.experts_choose()) return out;
+  if (!chooses_tokens(desc)) return out;
   MoeShape const& s = desc.shape;
   if (desc.rounds_tokens()) out.member_scores = plan.add<float>(s.tokens * s.top_k);
   out.workspace = plan.add<std::byte>(
@@ -100,6 +100,10 @@ std::int64_t column_chunk(MoeDesc const& desc) noexcept {
   return chunk < kAligned ? chunk : chunk / kAligned * kAligned;
 }
 
+bool chooses_tokens(MoeDesc const& desc) noexcept {
+  return !desc.router.replay && (desc.rounds_tokens() || desc.experts_choose());
+}
+
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
   MoeShape const& s = desc.shape;
   std::int64_t const slots = desc.num_slots();
@@ -117,7 +121,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     out.a = plan.add<std::uint16_t>(slots * s.intermediate);
   }
   bool const routed = desc.router.kind != RouterKind::given;
-  if (routed) out.metadata = plan.add<std::byte>(metadata_bytes(desc));
+  if (routed && !chooses_tokens(desc)) out.metadata = plan.add<std::byte>(metadata_bytes(desc));
   // Regions that are used only to make the tables, or that up_projection_fwd is the last to read, are dead before y is
   // written, so they lie in its memory.
   core::WorkspacePlan before_y = plan;

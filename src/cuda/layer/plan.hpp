@@ -46,6 +46,9 @@ void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
   }
 }
 
+/// True where choose_tokens chooses the slots, and in forward makes their tables in the place of metadata.
+bool chooses_tokens(MoeDesc const& desc) noexcept;
+
 /// Regions of token rounding and expert choice.
 struct ChoicePlan {
   core::Region<float> member_scores;  ///< [T,K], token rounding
@@ -63,9 +66,10 @@ struct ForwardPlan {
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
   core::Region<float> logits;           ///< [T,E], with a router whose tables do not have them
   core::Region<std::uint16_t>
-      router_terms;                  ///< [E,router_terms_pitch(d)] bf16, with an fp32 router
-  core::Region<std::int32_t> ids;    ///< [P], RouterKind::given
-  core::Region<std::byte> metadata;  ///< metadata_workspace_bytes
+      router_terms;                ///< [E,router_terms_pitch(d)] bf16, with an fp32 router
+  core::Region<std::int32_t> ids;  ///< [P], RouterKind::given
+  core::Region<std::byte>
+      metadata;  ///< metadata_workspace_bytes, unless choose_tokens makes the tables
   ChoicePlan choice;
   core::Region<std::uint16_t> a,
       y;  ///< [P,n], [P,column_chunk] bf16; y in the place of logits, terms, ids and choice, given ids' metadata

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // route and choose_tokens, from the sources that GPUs get, leave the slots, scores and counts of the CPU backend, bit
-// for bit.
+// for bit, and the routing tables of these slots by their definition.
 #include "cuda/kernels/choose_tokens.cuh"
 
 #include <gtest/gtest.h>
@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "core/router_groups.hpp"
+#include "cuda/kernels/choose_tokens_emit.cuh"
 #include "cuda/kernels/mask_ranks.cuh"
 #include "cuda/kernels/rank_pairs.cuh"
 #include "cuda/kernels/route.cuh"
 #include "tests/cuda/choice_cases.hpp"
+#include "tests/cuda/tables_cases.hpp"
 #include "tests/emulator/emulator.hpp"
 
 namespace tessera::routing_test {
@@ -37,10 +39,43 @@ struct Choice {
   std::vector<std::int32_t> members;
   std::vector<float> member_scores;
   ChoiceResult result;
+  Tables tables;
+};
+
+// Where the tables of so many slots go.
+ChoiceTables make_tables(std::int64_t experts, std::size_t slots, Tables& out) {
+  out.expert_offsets.assign(static_cast<std::size_t>(experts) + 1, kUntouched);
+  out.sort_permutation.assign(slots, kUntouched);
+  out.gather_index.assign(slots, kUntouched);
+  out.inverse_permutation.assign(slots, kUntouched);
+  out.words.assign(kWords, kNotCleared);
+  return {.gmem_expert_offsets = out.expert_offsets.data(),
+          .gmem_sort_permutation = out.sort_permutation.data(),
+          .gmem_gather_index = out.gather_index.data(),
+          .gmem_inverse_permutation = out.inverse_permutation.data(),
+          .cleared = {out.words.data(), kClearedWords},
+          .unused = {out.words.data() + kClearedWords + 1, kUnused}};
+}
+
+// The tables by their definition, from slots that end with -1.
+Tables tables_of(std::int64_t experts, std::vector<std::int32_t> const& ids,
+                 std::vector<std::int32_t> const& token_offsets) {
+  return host_tables({.name = "", .tokens = 0, .top_k = 0, .experts = static_cast<int>(experts)},
+                     {{ids.begin(), ids.end()}, token_offsets});
+}
+
+struct FewThreads : ChooseTokensConfig {
+  static constexpr int kMaxWideExperts = 0;
+};
+// Ranks do not fit shared memory, and there are more words than keep has at a time.
+struct Narrow : FewThreads {
+  static constexpr int kMaxTokens = 64;
 };
 
 // Launches both; returns what the emulator found wrong, or nothing.
-std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, Choice& out) {
+template <class Config>
+std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, bool with_tables,
+                   Choice& out) {
   MoeDesc const desc = desc_of(c);
   auto const slots = static_cast<std::size_t>(desc.num_slots());
   auto const members = static_cast<std::size_t>(c.tokens * c.top_k);
@@ -53,6 +88,7 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, Choi
   result.ids.assign(slots, kUntouched);
   result.scores.assign(slots, kUntouched);
   result.topk_counts.assign(static_cast<std::size_t>(c.experts), kUntouched);
+  ChoiceTables const tables = make_tables(c.experts, slots, out.tables);
   auto const [groups, top_groups] =
       c.kind == RouterKind::group_limited ? core::router_groups(desc) : core::RouterGroups{};
   float const* const gmem_bias = c.bias ? bias.data() : nullptr;
@@ -93,12 +129,15 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, Choi
                                    .gmem_scores = result.scores.data(),
                                    .gmem_topk_counts = result.topk_counts.data(),
                                    .gmem_workspace = workspace.data(),
-                                   .gmem_token_mask = c.padded ? mask.data() : nullptr};
+                                   .gmem_token_mask = c.padded ? mask.data() : nullptr,
+                                   .tables = with_tables ? tables : ChoiceTables{}};
   if (launch_rank_pairs_config<RankPairsConfig>(args, &stream) != cudaSuccess) return "rank_pairs";
   if (c.padded && launch_mask_ranks_config<RankPairsConfig>(args, &stream) != cudaSuccess) {
     return "mask_ranks";
   }
-  if (launch_choose_tokens_config<ChooseTokensConfig>(args, &stream) != cudaSuccess) {
+  // Without a stream they all start at once: each has to wait by itself.
+  if (launch_choose_tokens_keep_config<Config>(args, nullptr) != cudaSuccess ||
+      launch_choose_tokens_emit_config<EmitTokensConfig>(args, nullptr) != cudaSuccess) {
     return "choose_tokens";
   }
   return emulator::run(schedule);
@@ -111,16 +150,24 @@ bool same_bits(std::vector<float> const& a, std::vector<float> const& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
 }
 
-void expect_same_as_cpu(ChoiceCase const& c, emulator::Schedule const& schedule) {
+template <class Config = ChooseTokensConfig>
+void expect_same_as_cpu(ChoiceCase const& c, emulator::Schedule const& schedule,
+                        bool with_tables = true) {
   SCOPED_TRACE(::testing::PrintToString(c));
   std::vector<float> const bias = make_bias(c);
   ChoiceResult const cpu = on_cpu(c, make_logits(c), c.bias ? bias.data() : nullptr);
   Choice emulated;
-  ASSERT_EQ(choose(c, schedule, emulated), "");
+  ASSERT_EQ(choose<Config>(c, schedule, with_tables, emulated), "");
   EXPECT_EQ(emulated.result.topk_counts, cpu.topk_counts);
   EXPECT_EQ(emulated.result.token_offsets, cpu.token_offsets);
   EXPECT_EQ(emulated.result.ids, cpu.ids);
   EXPECT_TRUE(same_bits(emulated.result.scores, cpu.scores));
+  if (with_tables) {
+    EXPECT_TRUE(agree(emulated.tables, tables_of(c.experts, cpu.ids, cpu.token_offsets)));
+  } else {
+    EXPECT_EQ(emulated.tables.words.front(), kNotCleared);
+    EXPECT_EQ(emulated.tables.expert_offsets.front(), kUntouched);
+  }
 }
 
 constexpr Rounding kRoundings[] = {Rounding::nr_f,      Rounding::sr_f, Rounding::nr_s,
@@ -154,17 +201,17 @@ TEST(ChooseTokensAsOnCpu, EveryRouter) {
         RouterKind::group_limited, RouterKind::sqrtsoftplus}) {
     for (Rounding const round : {Rounding::nr_f, Rounding::nr_s}) {
       bool const odd = number % 2 == 1;
-      expect_same_as_cpu({.tokens = 101,
-                          .experts = 24,
-                          .top_k = 3,
-                          .kind = kind,
-                          .round = round,
-                          .tile = 16,
-                          .normalize = odd,
-                          .bias = kind >= RouterKind::sigmoid_bias,
-                          .scale = odd ? 2.5f : 1.0f,
-                          .padded = number % 3 == 1},
-                         schedule_of(number));
+      expect_same_as_cpu<FewThreads>({.tokens = 101,
+                                      .experts = 24,
+                                      .top_k = 3,
+                                      .kind = kind,
+                                      .round = round,
+                                      .tile = 16,
+                                      .normalize = odd,
+                                      .bias = kind >= RouterKind::sigmoid_bias,
+                                      .scale = odd ? 2.5f : 1.0f,
+                                      .padded = number % 3 == 1},
+                                     schedule_of(number));
       ++number;
     }
   }
@@ -174,15 +221,40 @@ TEST(ChooseTokensAsOnCpu, FewTokensAndNone) {
   std::size_t number = 0;
   for (Rounding const round : kRoundings) {
     for (std::int64_t const tokens : {0, 5, 33}) {
-      expect_same_as_cpu({.tokens = tokens,
-                          .experts = 8,
-                          .top_k = 2,
-                          .round = round,
-                          .tile = 4,
-                          .padded = number % 3 == 2},
-                         schedule_of(number));
+      expect_same_as_cpu<FewThreads>({.tokens = tokens,
+                                      .experts = 8,
+                                      .top_k = 2,
+                                      .round = round,
+                                      .tile = 4,
+                                      .padded = number % 3 == 2},
+                                     schedule_of(number));
       ++number;
     }
+  }
+}
+
+// As the router alone has them, without a layer behind.
+TEST(ChooseTokensAsOnCpu, WithoutTables) {
+  std::size_t number = 0;
+  for (Rounding const round : {Rounding::nr_f, Rounding::balance_f}) {
+    expect_same_as_cpu(
+        {.tokens = 75, .experts = 9, .top_k = 3, .round = round, .tile = 8, .padded = number == 1},
+        schedule_of(number++), false);
+  }
+}
+
+TEST(ChooseTokensAsOnCpu, RanksThatDoNotFit) {
+  std::size_t number = 0;
+  for (Rounding const round : {Rounding::nr_f, Rounding::nr_s, Rounding::balance_f}) {
+    expect_same_as_cpu<Narrow>({.tokens = 203,
+                                .experts = 5,
+                                .top_k = 2,
+                                .round = round,
+                                .tile = 16,
+                                .logits = number == 1 ? Logits::with_ties : Logits::random,
+                                .padded = number == 2},
+                               schedule_of(number));
+    ++number;
   }
 }
 
@@ -208,15 +280,15 @@ TEST(ChooseTokensAsOnCpu, ExpertsThatChoose) {
   for (Logits const logits :
        {Logits::random, Logits::with_ties, Logits::with_infinities, Logits::equal}) {
     for (std::int64_t const capacity : {0, 1, 100}) {
-      expect_same_as_cpu({.tokens = 121,
-                          .experts = 9,
-                          .top_k = 4,
-                          .kind = RouterKind::expert_choice,
-                          .logits = logits,
-                          .scale = 1.5f,
-                          .capacity = capacity,
-                          .padded = number % 2 == 1},
-                         schedule_of(number));
+      expect_same_as_cpu<FewThreads>({.tokens = 121,
+                                      .experts = 9,
+                                      .top_k = 4,
+                                      .kind = RouterKind::expert_choice,
+                                      .logits = logits,
+                                      .scale = 1.5f,
+                                      .capacity = capacity,
+                                      .padded = number % 2 == 1},
+                                     schedule_of(number));
       ++number;
     }
   }
@@ -232,6 +304,7 @@ TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
   std::vector<std::uint64_t> memory(choose_tokens_workspace_bytes(kTokens, kExperts) / 8 + 1);
   std::vector<std::int32_t> offsets(kTokens + 1, kUntouched), ids(kSlots, kUntouched);
   std::vector<float> scores(kSlots, kUntouched);
+  Tables tables;
   ChooseTokensArguments args{};
   args.tokens = kTokens;
   args.experts = kExperts;
@@ -241,14 +314,19 @@ TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
   args.gmem_ids = ids.data();
   args.gmem_scores = scores.data();
   args.gmem_workspace = memory.data();
+  args.tables = make_tables(kExperts, kSlots, tables);
   ChoiceWorkspace const workspace = ChoiceWorkspace::of(args);
   std::vector<std::int32_t> expected_offsets{0}, expected_ids;
   for (std::int64_t t = 0; t < kTokens; ++t) {
     for (std::int64_t e = 0; e < kExperts; ++e) {
-      workspace.gmem_ranks[e * kTokens + t] = core::pair_rank(stays(t, e), 0.25f);
-      workspace.gmem_cuts[e] = pair_order(core::pair_rank(true, 0.0f), kTokens);
       if (!stays(t, e)) continue;
-      ++workspace.gmem_block_slots[t / kChoiceBlockTokens];
+      std::int64_t const block = t / kChoiceBlockTokens;
+      workspace.gmem_ranks[e * kTokens + t] = core::pair_rank(true, 0.25f);
+      KeptTokens* const of_expert = workspace.gmem_kept + e * choice_blocks(kTokens);
+      of_expert[block].tokens |= 1u << t % kChoiceBlockTokens;
+      for (auto b = block + 1; b < choice_blocks(kTokens); ++b) ++of_expert[b].before;
+      ++workspace.gmem_pairs[e].takes;
+      ++workspace.gmem_block_slots[block];
       expected_ids.push_back(static_cast<std::int32_t>(e));
     }
     expected_offsets.push_back(static_cast<std::int32_t>(expected_ids.size()));
@@ -256,19 +334,16 @@ TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
   ASSERT_GT(expected_ids.size(), 100u);
   std::size_t const used = expected_ids.size();
   expected_ids.resize(kSlots, -1);
-  using Config = ChooseTokensConfig;
   CUstream_st stream;
-  ASSERT_EQ(host::launch_early(choose_tokens_scan<Config>, false, 1, Config::kScanThreads, 0,
-                               &stream, args),
+  ASSERT_EQ(host::launch_early(choose_tokens_scan<ChooseTokensConfig>, false, 2,
+                               ChooseTokensConfig::kScanThreads, 0, &stream, args),
             cudaSuccess);
-  ASSERT_EQ(host::launch_early(choose_tokens_emit<Config>, false, 2,
-                               Config::kCtaWarps * arch::kWarpThreads,
-                               ChoicePart<Config>::kept_bytes(kExperts), &stream, args),
-            cudaSuccess);
+  ASSERT_EQ(launch_choose_tokens_emit_config<EmitTokensConfig>(args, &stream), cudaSuccess);
   ASSERT_EQ(emulator::run({.seed = 4, .burst = 8}), "");
   EXPECT_EQ(offsets, expected_offsets);
   EXPECT_EQ(ids, expected_ids);
   for (std::size_t i = 0; i < kSlots; ++i) ASSERT_EQ(scores[i], i < used ? 0.5f : 0.0f) << i;
+  EXPECT_TRUE(agree(tables, tables_of(kExperts, expected_ids, expected_offsets)));
 }
 
 // Ranks that the threads of a CTA have several of, all of them in question: with equal logits no thread's nearest

@@ -26,6 +26,7 @@
 #include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
+#include "../arch/signal.cuh"
 #include "../arch/static_shared.cuh"
 #include "../arch/warp.cuh"
 #include "../host/choose_tokens.hpp"
@@ -51,6 +52,7 @@ template <class Config>
 struct WideKeep : Config {
   static constexpr int kThreads = 2 * Config::kThreads;
   static constexpr int kCtas = 1;
+  static constexpr int kAhead = Config::kAhead / 2;
 };
 
 // An end of a class, which is the members of an expert or its other eligible tokens. Keys order the pairs of the class,
@@ -71,34 +73,48 @@ struct ClassEnd {
   }
 };
 
-// The ranks of one expert: brought to shared memory where they fit; thread i looks at tokens i, i + kThreads, ...
+// The ranks of one expert, brought to shared memory where they fit, and a word of bits for each block, of the tokens
+// that stay: members first, and a change for each pair that is dropped or added. Thread i looks at tokens i,
+// i + kThreads, ...
 template <class Config>
 class ExpertColumn {
  public:
-  // No barrier: a thread reads what it has brought itself.
-  __device__ ExpertColumn(ChooseTokensArguments const& p, int expert, uint32_t* smem)
+  static constexpr int kWords = Config::kMaxTokens / kChoiceBlockTokens;
+
+  // smem_ranks, (kMaxTokens), is not used where there are more tokens; smem_words, (kWords).
+  __device__ ExpertColumn(ChooseTokensArguments const& p, int expert, uint32_t* smem_ranks,
+                          uint32_t* smem_words)
       : gmem_(ChoiceWorkspace::of(p).gmem_ranks + expert * p.tokens),
-        ranks_(p.tokens <= Config::kMaxTokens ? smem : gmem_),
-        tokens_(static_cast<int>(p.tokens)) {
-    bool const staged = ranks_ != gmem_;
-    for (int base = int(threadIdx.x); base < tokens_; base += Config::kAhead * Config::kThreads) {
+        ranks_(p.tokens <= Config::kMaxTokens ? smem_ranks : gmem_),
+        tokens_(static_cast<int>(p.tokens)),
+        blocks_(static_cast<int>(choice_blocks(p.tokens))),
+        gmem_kept_(ChoiceWorkspace::of(p).gmem_kept + int64_t{expert} * blocks_),
+        smem_words_(smem_words),
+        words_(is_staged() ? smem_words : reinterpret_cast<uint32_t*>(gmem_kept_) + blocks_) {
+    int const lane = arch::lane_idx();
+    for (int base = int(threadIdx.x) - lane; base < tokens_;
+         base += Config::kAhead * Config::kThreads) {
       uint32_t ranks[Config::kAhead];
       TESSERA_UNROLL
       for (int i = 0; i < Config::kAhead; ++i) {
-        int const t = base + i * Config::kThreads;
+        int const t = base + i * Config::kThreads + lane;
         ranks[i] = t < tokens_ ? gmem_[t] : 0;
       }
       TESSERA_UNROLL
       for (int i = 0; i < Config::kAhead; ++i) {
-        int const t = base + i * Config::kThreads;
-        if (staged && t < tokens_) smem[t] = ranks[i];
+        int const first = base + i * Config::kThreads, t = first + lane;
+        if (first >= tokens_) break;
+        if (is_staged() && t < tokens_) smem_ranks[t] = ranks[i];
+        uint32_t const members = __ballot_sync(arch::kAllLanes, core::is_member(ranks[i]));
+        if (lane == 0) words_[first / kChoiceBlockTokens] = members;
         note(ranks[i]);
       }
     }
+    __syncthreads();
   }
 
   __device__ int members() { return add_up(own_members_); }
-  __device__ int eligible() { return add_up(own_eligible_); }
+  __device__ int eligible() { return add_up(own_ranked_ - own_members_); }
 
   // visit(order) for this thread's of the n pairs nearest to an end, 0 < n <= the class's size; returns a key that
   // these n reach and no other. Where every thread's nearest rank already shows that few pairs can be among them,
@@ -154,61 +170,56 @@ class ExpertColumn {
     return add_up(own);
   }
 
-  // The least pair that stays where the `count` best do; moves the blocks' slots, which are those of all members.
-  __device__ uint64_t cut(int count, int members, int eligible, int32_t* gmem_block_slots) {
+  // Leaves the bits of the `count` best; moves the blocks' slots, which are those of all members.
+  __device__ void cut(int count, int members, int eligible, int32_t* gmem_block_slots) {
     // Members rank first: only one of the two classes is cut, and its members dropped or its others added.
     bool const drops = count < members;
     int const size = drops ? members : eligible;
     int const kept = drops ? count : min(count - members, eligible), lost = size - kept;
-    if (!drops && kept == 0) return kMinMember;
-    auto const change_block = [&](uint64_t order) {
+    if (!drops && kept == 0) return;
+    auto const change = [&](uint64_t order) {
       uint32_t const token = 0xffffffffu - static_cast<uint32_t>(order);
-      atomicAdd(gmem_block_slots + token / kChoiceBlockTokens, drops ? -1 : 1);
+      uint32_t const block = token / kChoiceBlockTokens;
+      atomicXor(words_ + block, 1u << token % kChoiceBlockTokens);
+      atomicAdd(gmem_block_slots + block, drops ? -1 : 1);
     };
     uint64_t least = kept == 0 ? kNoPair : kMinPair;  // none of the class stays, or all
     if (kept > 0 && lost > 0) {
       ClassEnd const end{drops, lost < kept};
       bool const at_end = drops == end.worst;  // what is dropped or added
       uint64_t const key = for_each_nearest(end, min(lost, kept), [&](uint64_t order) {
-        if (at_end) change_block(order);
+        if (at_end) change(order);
       });
       least = end.worst ? end.key(key) + 1 : key;
-      if (at_end) return least;
+      if (at_end) return;
     }
     for_each([&](int t, uint32_t rank) {
       uint64_t const order = pair_order(rank, t);
-      if (rank != 0 && core::is_member(rank) != (order >= least)) change_block(order);
+      if (rank != 0 && core::is_member(rank) != (order >= least)) change(order);
     });
-    return least;
   }
 
-  // Writes which tokens of each block stay, those from `least` on, and how many do in the blocks ahead of it. No
-  // barrier ahead: a thread reads what it has brought itself.
-  __device__ void store_kept(uint64_t least, KeptTokens* gmem_kept) const {
-    constexpr int kWords = Config::kMaxTokens / kChoiceBlockTokens;  // at a time
-    TESSERA_STATIC_SHARED(smem_words, uint32_t[kWords]);
-    int const lane = arch::lane_idx(), thread = static_cast<int>(threadIdx.x);
-    auto const blocks = static_cast<int>(choice_blocks(tokens_));
+  // Writes which tokens of each block stay, and how many do in the blocks ahead of it. kWords blocks at a time.
+  __device__ void store_kept() const {
+    int const thread = static_cast<int>(threadIdx.x);
     int carry = 0;
-    for (int first = 0; first < blocks; first += kWords) {
-      int const words = min(blocks - first, kWords);
-      for (int b = thread / arch::kWarpThreads; b < words; b += kWarps) {
-        int const t = (first + b) * kChoiceBlockTokens + lane;
-        uint32_t const rank = t < tokens_ ? ranks_[t] : 0;
-        bool const stays = rank != 0 && pair_order(rank, t) >= least;
-        uint32_t const kept = __ballot_sync(arch::kAllLanes, stays);
-        if (lane == 0) smem_words[b] = kept;
+    __syncthreads();
+    for (int first = 0; first < blocks_; first += kWords) {
+      int const words = min(blocks_ - first, kWords);
+      for (int b = thread; !is_staged() && b < words; b += Config::kThreads) {
+        // Their place ends where that of the last block does, which is written after they are read.
+        smem_words_[b] = arch::load_acquire_gpu(words_ + first + b);
       }
-      __syncthreads();
+      if (!is_staged()) __syncthreads();
       int const of_thread = (words + Config::kThreads - 1) / Config::kThreads;
       int const begin = min(thread * of_thread, words), end = min(begin + of_thread, words);
       int own = 0;
-      for (int b = begin; b < end; ++b) own += __popc(smem_words[b]);
+      for (int b = begin; b < end; ++b) own += __popc(smem_words_[b]);
       warp::CtaSums const sums = warp::sums_over_cta<kWarps>(own);
       int before = carry + sums.before;
       for (int b = begin; b < end; ++b) {
-        uint32_t const kept = smem_words[b];
-        gmem_kept[first + b] = {kept, before};
+        uint32_t const kept = smem_words_[b];
+        gmem_kept_[first + b] = {kept, before};
         before += __popc(kept);
       }
       carry += sums.all;
@@ -218,23 +229,27 @@ class ExpertColumn {
 
  private:
   static constexpr int kWarps = Config::kThreads / arch::kWarpThreads;
-  static constexpr uint64_t kMinPair = uint64_t{1} << 32, kMinMember = uint64_t{1} << 63,
-                            kNoPair = ~uint64_t{0};
+  static constexpr uint64_t kMinPair = uint64_t{1} << 32, kNoPair = ~uint64_t{0};
 
+  __device__ bool is_staged() const { return tokens_ <= Config::kMaxTokens; }
+
+  // Members are negative as signed numbers, and the others, less one, are below all members; 0 is neither.
   __device__ void note(uint32_t rank) {
-    bool const member = core::is_member(rank), other = !member && rank != 0;
-    own_members_ += member ? 1 : 0;
-    own_eligible_ += other ? 1 : 0;
-    own_best_member_ = member ? max(own_best_member_, rank) : own_best_member_;
-    own_worst_member_ = member ? min(own_worst_member_, rank) : own_worst_member_;
-    own_best_other_ = other ? max(own_best_other_, rank) : own_best_other_;
-    own_worst_other_ = other ? min(own_worst_other_, rank) : own_worst_other_;
+    auto const as_signed = static_cast<int>(rank);
+    own_members_ += static_cast<int>(rank >> 31);
+    own_ranked_ += static_cast<int>(min(rank, 1u));
+    own_best_ = max(own_best_, rank);
+    own_worst_member_ = min(own_worst_member_, as_signed);
+    own_best_other_ = max(own_best_other_, as_signed);
+    own_before_worst_other_ = min(own_before_worst_other_, rank - 1);
   }
 
   // The key of this thread's nearest rank, 0 for none.
   __device__ uint32_t nearest(ClassEnd const& end) const {
-    uint32_t const best = end.members ? own_best_member_ : own_best_other_;
-    uint32_t const worst = end.members ? own_worst_member_ : own_worst_other_;
+    uint32_t const best_member = core::is_member(own_best_) ? own_best_ : 0;
+    uint32_t const best = end.members ? best_member : static_cast<uint32_t>(own_best_other_);
+    uint32_t const worst =
+        end.members ? static_cast<uint32_t>(own_worst_member_) : own_before_worst_other_ + 1;
     return best == 0 ? 0 : end.key(end.worst ? worst : best);
   }
 
@@ -284,11 +299,13 @@ class ExpertColumn {
 
   uint32_t const* gmem_;
   uint32_t const* ranks_;
-  int tokens_;
+  int tokens_, blocks_;
+  KeptTokens* gmem_kept_;
+  uint32_t *smem_words_, *words_;
   // This thread's ranks have these counts and ends.
-  int own_members_ = 0, own_eligible_ = 0;
-  uint32_t own_best_member_ = 0, own_worst_member_ = UINT32_MAX;
-  uint32_t own_best_other_ = 0, own_worst_other_ = UINT32_MAX;
+  int own_members_ = 0, own_ranked_ = 0;
+  uint32_t own_best_ = 0, own_before_worst_other_ = UINT32_MAX;
+  int own_worst_member_ = 0, own_best_other_ = 0;
   int turn_ = 0;
 };
 
@@ -339,7 +356,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
   auto const expert = static_cast<int>(blockIdx.x);
   core::ExpertPairs& gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs[expert];
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_column);
-  ExpertColumn<Config> column(p, expert, smem_column);
+  TESSERA_STATIC_SHARED(smem_words, uint32_t[ExpertColumn<Config>::kWords]);
+  ExpertColumn<Config> column(p, expert, smem_column, smem_words);
   core::ExpertPairs pairs;
   if (step == ChoiceStep::cut) {
     pairs = gmem_pairs;
@@ -365,10 +383,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
       return;
     }
   }
-  ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
-  uint64_t const cut = column.cut(static_cast<int>(pairs.takes), static_cast<int>(pairs.members),
-                                  static_cast<int>(pairs.eligible), workspace.gmem_block_slots);
-  column.store_kept(cut, workspace.gmem_kept + expert * choice_blocks(p.tokens));
+  column.cut(static_cast<int>(pairs.takes), static_cast<int>(pairs.members),
+             static_cast<int>(pairs.eligible), ChoiceWorkspace::of(p).gmem_block_slots);
+  column.store_kept();
   if (threadIdx.x == 0) gmem_pairs.takes = pairs.takes;
 }
 

@@ -37,6 +37,13 @@ T atomicAdd(T* word, T value) {
   return before;
 }
 template <class T>
+T atomicXor(T* word, T value) {
+  T const before = *word;
+  *word = static_cast<T>(before ^ value);
+  tessera::emulator::changed();
+  return before;
+}
+template <class T>
 T atomicCAS(T* word, T expected, T value) {
   T const before = *word;
   if (before == expected) *word = value;

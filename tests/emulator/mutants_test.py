@@ -419,12 +419,10 @@ LATE = {
 # activations, and what unfused kernels pull and push.
 QUICK = {
     "a task begins without its rows": "FusedForward.GivesTheBits*",
-    "counters of the next pass are not cleared": "FusedForward.GivesTheBits*",
     "a stage of a GEMM is given back before it was multiplied": "Projections.SortedRows*",
     "up has gate's scale of the weights": "UpProjectionFwdE4m3.LongRowsOfK",
     "the square of a gate overflows before the slope of its sigmoid is 0": "Activation.*",
     "rows come without the scores of their pairs": "UnfusedExchange.*",
-    "rows are pulled before they lie in their windows": "UnfusedExchange.*",
 }
 
 

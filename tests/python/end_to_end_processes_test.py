@@ -108,6 +108,7 @@ class Processes(unittest.TestCase):
         self.assertEqual(alone.returncode, 2, alone.stderr)
         self.assertRegex(alone.stderr, r"^train_model.py: --resume: ranks is 1 and was 2 in .*\n$")
 
+    @tier.deep
     def test_blocks_that_stay_gathered(self):
         """They do stay so, and losses are the same, also of held-out text between steps."""
         program = (f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"
@@ -131,6 +132,7 @@ class Processes(unittest.TestCase):
                    "    assert len(set(losses[True])) == 6, losses\n")
         self.finish(self.start([sys.executable, "-W", "ignore", "-c", program]))
 
+    @tier.deep
     def test_what_a_layer_costs_to_send(self):
         out = self.folder / "communication.json"
         command = [sys.executable, "-W", "ignore", PROGRAMS / "communication.py", "--config", "tiny", "--sends", "2",

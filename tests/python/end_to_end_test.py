@@ -15,6 +15,7 @@ import unittest
 from unittest import mock
 
 import tessera
+import tier
 import torch
 from torch import distributed
 from torch.nn import functional
@@ -321,10 +322,16 @@ class Measured(unittest.TestCase):
         self.assertRegex(printed.getvalue(), r"out of memory: hf-eager with 3 sequences: CUDA out of memory; fewer")
 
     def test_bad_input_ends_in_one_line(self):
-        for flags, word in ((["--config", "tine"], "config 'tine': unknown"), (["--text", "/nowhere"], "no such file"),
-                            (["--experts", "tesera"], "experts 'tesera': unknown"), (["--steps", "0"], "--steps 0"),
-                            (["--layers", "0"], "layers=0"), (["--text-vocabulary", "1000"], "has 512 token ids"),
-                            (["--resume"], "--resume: no checkpoint")):
+        self.refuse((["--config", "tine"], "config 'tine': unknown"), (["--steps", "0"], "--steps 0"),
+                    (["--layers", "0"], "layers=0"), (["--experts", "tesera"], "experts 'tesera': unknown"))
+
+    @tier.deep  # a process for each
+    def test_bad_input_that_a_group_refuses(self):
+        self.refuse((["--text", "/nowhere"], "no such file"), (["--text-vocabulary", "1000"], "has 512 token ids"),
+                    (["--resume"], "--resume: no checkpoint"))
+
+    def refuse(self, *cases):
+        for flags, word in cases:
             with self.subTest(word), tempfile.TemporaryDirectory() as folder:
                 command = [str(PROGRAMS / "train.py"), "--config", "tiny", "--text", str(ROOT / "docs"),
                            "--cache", folder, "--out", f"{folder}/run", "--text-bytes", "100000", *flags]

@@ -167,6 +167,7 @@ class Examples(unittest.TestCase):
         self.assertTrue(all(isinstance(parameter, DTensor) for parameter in others))
         self.assertTrue(all(parameter.grad.any() for parameter in experts))
 
+    @tier.deep  # expert_parallel_training_test and several_hosts_test have the layer
     def test_experts_over_two_ranks(self):
         """Losses of one process, but for the order of sums: with all else under FSDP2, several passes for each step,
         and blocks that run again in backward."""

@@ -11,6 +11,7 @@ from unittest import mock
 
 import tessera
 import tessera.huggingface
+import tier
 import torch
 import transformers
 from torch._subclasses import fake_tensor
@@ -258,6 +259,7 @@ class Families(unittest.TestCase):
         options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         self.assertTrue(torch.equal(model.generate(ids, **options), ours.generate(ids, **options)))
 
+    @tier.deep
     def test_generate_compiled(self):
         """With a static cache transformers compiles the step that makes a token, as a whole."""
         ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(1))

@@ -247,13 +247,19 @@ class SavedPrograms(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         return torch.load(self.folder / "results")
 
-    def test_exported_programs_load(self):
+    def load_exported(self, imports: str):
         path = self.folder / "program.pt2"
         torch.export.save(self.exported(), path)
-        for imports in ("import tessera, torch", "import torch, tessera"):
-            results = self.elsewhere(imports, f"torch.export.load({str(path)!r}).module()")
-            for result, expected in zip(results, self.expected, strict=True):
-                self.assertTrue(torch.equal(result, expected))
+        results = self.elsewhere(imports, f"torch.export.load({str(path)!r}).module()")
+        for result, expected in zip(results, self.expected, strict=True):
+            self.assertTrue(torch.equal(result, expected))
+
+    def test_exported_programs_load(self):
+        self.load_exported("import tessera, torch")
+
+    @tier.deep
+    def test_exported_programs_load_after_torch(self):
+        self.load_exported("import torch, tessera")
 
     @tier.deep  # Inductor compiles for half a minute
     def test_programs_compiled_ahead_of_time_load(self):

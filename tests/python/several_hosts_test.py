@@ -88,6 +88,7 @@ class Results(unittest.TestCase):
         merged, = self.check(dataclasses.replace(case, tokens=(5, 13)), [(2, "counted")])
         self.check_equal(merged, static)
 
+    @tier.deep
     def test_routings(self):
         for routing in ROUTINGS[1:]:
             with self.subTest(routing):
@@ -97,6 +98,7 @@ class Results(unittest.TestCase):
         self.check(Case(UNEVEN, dtype=torch.bfloat16, activation="gelu", biases=True, save="x"),
                    [(2, "counted"), (1, None)])
 
+    @tier.deep
     def test_three_hosts_of_two_ranks(self):
         self.check(Case((3, 4, 0, 6, 2, 5), routing="zipf"),
                    [(3, "static"), (3, "counted"), (3, "static", True), (3, "counted", True)])

@@ -418,7 +418,6 @@ LATE = {
 # A few, and the tests that notice them: waits of the fused kernel, banks of its counters, GEMMs, scales,
 # activations, and what unfused kernels pull and push.
 QUICK = {
-    "a task begins without its rows": "FusedForward.GivesTheBits*",
     "a stage of a GEMM is given back before it was multiplied": "Projections.SortedRows*",
     "up has gate's scale of the weights": "UpProjectionFwdE4m3.LongRowsOfK",
     "the square of a gate overflows before the slope of its sigmoid is 0": "Activation.*",

@@ -238,6 +238,7 @@ class Measured(unittest.TestCase):
                            ("nvjet_tst", "dense gemm")):
             self.assertEqual(split.kind(name), kind, name)
 
+    @tier.deep
     def test_program(self):
         """All implementations that run on a CPU, in one process; rows as the contracts want them."""
         with tempfile.TemporaryDirectory() as folder:

@@ -375,8 +375,6 @@ class Values(OnGpu, unittest.TestCase):
             other = {name: t.to(dtype) for name, t in w.items()}
             with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
                 tessera.routed_experts(x.to(dtype), ids, scores, **other)
-        with self.assertRaisesRegex(NotImplementedError, "CUDA backend"):
-            tessera.moe(x, self.w_router(5), w["w_up"], w["w_down"], top_k=2, column_chunk=64)
         with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
             tessera.grouped_gemm(x.float(), w["w_up"].float(), torch.tensor([0, 3, 3, 7, 9, 13], device="cuda"))
         with self.assertRaisesRegex(ValueError, "x is on cuda:0, w_down on cpu, "):

@@ -12,6 +12,7 @@ namespace tessera::verify {
 namespace {
 
 constexpr double kNoNoise = 999, kNotQuantised = 60;  // dB; e4m3 has 32
+constexpr double kFlips = 0x1p-9;  // relative, of sums: beyond what tensor cores lose of one
 
 /// `value` on the other side of `kink` where it is within a step of e4m3 of it.
 double across(double value, double kink) {
@@ -19,6 +20,17 @@ double across(double value, double kink) {
   if (value == kink)
     return kink + std::copysign(step / 8, kink);  // the bound itself passes gradients
   return std::abs(value - kink) < step ? 2 * kink - value : value;
+}
+
+Tensors sample_of(LayerData const& data, reference::Recipe const& recipe,
+                  reference::LowPrecisionForward const& q) {
+  Tensors sample;
+  reference::Values const d_o(data.d_o.begin(), data.d_o.end());
+  auto const b = reference::low_precision_backward(recipe, q, d_o);
+  for (auto const& [name, values] : reference_tensors(data, q.forward, b)) {
+    sample[name].assign(values.begin(), values.end());
+  }
+  return sample;
 }
 
 }  // namespace
@@ -39,18 +51,8 @@ double sqnr_db(std::vector<double> const& ref, std::vector<float> const& out) {
 
 std::vector<Tensors> recipe_samples(LayerData const& data, reference::Inputs const& inputs) {
   reference::Recipe const recipe = recipe_of(data.desc);
-  reference::Values const d_o(data.d_o.begin(), data.d_o.end());
   auto q = reference::low_precision_forward(inputs, recipe);
-  std::vector<Tensors> samples;
-  auto const add = [&] {
-    Tensors sample;
-    auto const b = reference::low_precision_backward(recipe, q, d_o);
-    for (auto const& [name, values] : reference_tensors(data, q.forward, b)) {
-      sample[name].assign(values.begin(), values.end());
-    }
-    samples.push_back(std::move(sample));
-  };
-  add();
+  std::vector<Tensors> samples = {sample_of(data, recipe, q)};
   Activation const& activation = data.desc.activation;
   if (activation.kind != ActivationKind::clamped_swiglu) return samples;
   reference::Forward& f = q.forward;
@@ -60,7 +62,24 @@ std::vector<Tensors> recipe_samples(LayerData const& data, reference::Inputs con
     f.h_up[i] = across(across(f.h_up[i], limit), -limit);
     f.a[i] = reference::activate(activation, f.h_gate[i], f.h_up[i]);
   }
-  add();
+  samples.push_back(sample_of(data, recipe, q));
+  return samples;
+}
+
+Tensors recipe_sample(LayerData const& data, reference::Inputs const& inputs,
+                      reference::Recipe const& recipe) {
+  return sample_of(data, recipe, reference::low_precision_forward(inputs, recipe));
+}
+
+std::vector<Tensors> flipped_samples(LayerData const& data, reference::Inputs const& inputs) {
+  std::vector<Tensors> samples;
+  for (double const part : {1.0, 0.5, 0.25}) {
+    for (double const sign : {1.0, -1.0}) {
+      reference::Recipe recipe = recipe_of(data.desc);
+      recipe.offset = sign * part * kFlips;
+      samples.push_back(recipe_sample(data, inputs, recipe));
+    }
+  }
   return samples;
 }
 

@@ -18,6 +18,16 @@ double sqnr_db(std::vector<double> const& ref, std::vector<float> const& out);
 /// step of e4m3 of a kink lies on its other side.
 std::vector<Tensors> recipe_samples(LayerData const& data, reference::Inputs const& inputs);
 
+/// Results of a recipe in fp64.
+Tensors recipe_sample(LayerData const& data, reference::Inputs const& inputs,
+                      reference::Recipe const& recipe);
+
+/// The recipe's results with the other code for every h and dh near a tie: six samples, for ties above and below, up
+/// to three distances. A backend's sums flip a few of these codes. Where an expert has one or two rows, 16 rows of its
+/// gradient are as many different numbers, and if the recipe's errors in the largest happen to cancel, one such code
+/// is an error of more than twice the recipe's.
+std::vector<Tensors> flipped_samples(LayerData const& data, reference::Inputs const& inputs);
+
 /// Tensors of `out` that have 0.3 dB less than the recipe on the same data, the worst of its samples; a line each.
 /// Codes that roundings flip cost hundredths. Tensors of less than 4096 elements, and those without any error in the
 /// recipe, are left out. ds and what the router makes of it are `slots` numbers, however large the tensor: a few large

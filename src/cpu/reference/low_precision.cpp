@@ -12,6 +12,13 @@ void round(Recipe const& recipe, Values& values) {
   for (double& value : values) value = to_bf16(value);
 }
 
+void move_and_round(Recipe const& recipe, Values& values) {
+  if (recipe.offset != 0) {
+    for (double& value : values) value *= 1 + recipe.offset;
+  }
+  round(recipe, values);
+}
+
 /// Rows as a GEMM that sums along them reads them.
 Values rows_of(Recipe const& recipe, Values const& values, std::int64_t width) {
   if (!recipe.quantise || values.empty()) return values;
@@ -54,8 +61,8 @@ LowPrecisionForward low_precision_forward(Inputs const& inputs, Recipe const& re
 
   out.inputs.x = rows_of(recipe, inputs.x, d);
   up_projection_fwd(out.inputs, f);
-  round(recipe, f.h_gate);
-  round(recipe, f.h_up);
+  move_and_round(recipe, f.h_gate);
+  move_and_round(recipe, f.h_up);
   activate_rows(desc, f);
   if (!recipe.quantise) round(recipe, f.a);
   f.a = rows_of(recipe, f.a, n);
@@ -89,9 +96,9 @@ Backward low_precision_backward(Recipe const& recipe, LowPrecisionForward const&
   Backward b;
   LogicalWeights gradients = zero_weights(desc);
   down_projection_dgrad(inputs, f, rows_of(recipe, d_o, d), b);
-  round(recipe, b.dh_gate);
-  round(recipe, b.dh_up);
-  round(recipe, b.a_scaled);
+  move_and_round(recipe, b.dh_gate);
+  move_and_round(recipe, b.dh_up);
+  move_and_round(recipe, b.a_scaled);
   down_projection_wgrad(inputs, f, d_o, b, gradients);
   up_projection_wgrad(inputs, f, b, gradients);
 

@@ -18,6 +18,8 @@ struct Recipe {
   ScaleRule rule = ScaleRule::fp32;
   bool save_x8 = true;  ///< up_projection_wgrad reads rnd(x8 s), or x
   bool save_h8 = true;  ///< backward reads h8, or hb
+  double offset =
+      0;  ///< h, dh and a' are 1 + offset of their sums, which near a tie gives other codes
 };
 inline constexpr Recipe fp8_block(ScaleRule rule) { return {.rule = rule}; }
 inline constexpr Recipe mxfp8(ScaleRule rule) {

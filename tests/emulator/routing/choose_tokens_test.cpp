@@ -42,7 +42,7 @@ struct Choice {
   Tables tables;
 };
 
-// Where the tables of so many slots go.
+// Gives `out` room for the tables of so many slots, and says where it is.
 ChoiceTables make_tables(std::int64_t experts, std::size_t slots, Tables& out) {
   out.expert_offsets.assign(static_cast<std::size_t>(experts) + 1, kUntouched);
   out.sort_permutation.assign(slots, kUntouched);

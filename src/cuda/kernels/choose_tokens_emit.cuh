@@ -25,6 +25,7 @@
 #include "../host/kernel_limits.hpp"
 #include "../host/launch.hpp"
 #include "../warp/bits.cuh"
+#include "../warp/clear_words.cuh"
 #include "../warp/sums.cuh"
 #include "core/token_rounding.hpp"
 
@@ -109,11 +110,6 @@ struct ChoicePart {
     }
   }
 };
-
-// Words of the kernels behind, and elements that belong to no table, as metadata clears them.
-__device__ __forceinline__ void clear_words(ClearedWords const& words) {
-  if (static_cast<int>(threadIdx.x) < words.count) words.gmem[threadIdx.x] = 0;
-}
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)

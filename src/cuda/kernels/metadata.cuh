@@ -29,6 +29,7 @@
 #include "../arch/warp.cuh"
 #include "../host/launch.hpp"
 #include "../host/metadata.hpp"
+#include "../warp/clear_words.cuh"
 #include "../warp/sums.cuh"
 
 namespace tessera::cuda {
@@ -234,11 +235,9 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
     if (blockIdx.x == 0) p.gmem_expert_offsets[own + i] = sums.total[i];
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_expert_offsets[p.experts] = all.x;
-  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < p.cleared.count) {
-    p.cleared.gmem[threadIdx.x] = 0;
-  }
-  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < p.unused.count) {
-    p.unused.gmem[threadIdx.x] = 0;
+  if (blockIdx.x == 0) {
+    clear_words(p.cleared);
+    clear_words(p.unused);
   }
   __syncthreads();
   int const place = first_place();

@@ -94,7 +94,13 @@ class TensorWatcher final : public Watcher {
   }
 
   TensorCta& of(Cta const& cta) { return *ctas_.at(&cta); }
-  WarpState& own_warp() { return of(*world.running->cta).warps[warp_of(*world.running)]; }
+  // A CTA of more warps may not use tensor memory, and there is no account of what they know.
+  static bool has_account(Cta const& cta) { return cta.warps.size() <= kMaxWarps; }
+  WarpState& own_warp() {
+    Cta const& cta = *world.running->cta;
+    if (!has_account(cta)) fail("tcgen05 in a CTA of more warps than are emulated");
+    return of(cta).warps[warp_of(*world.running)];
+  }
   static std::size_t warp_of(Thread const& t) { return t.index / kWarp; }
   static int rank_of(Cta const& cta) { return static_cast<int>(cta.index % cta.grid->cluster); }
   // Of what a warp issued; one more: of its loads and stores.
@@ -106,6 +112,7 @@ class TensorWatcher final : public Watcher {
   // What a warp has been told at barriers it passes on, too: fences order the tcgen05 instructions of a warp, and one
   // that only loads operands has none.
   void arrives(void const* barrier) override {
+    if (!has_account(*world.running->cta)) return;
     WarpState const& own = own_warp();
     merge(barriers_[barrier].open, own.published);
     merge(barriers_[barrier].open, own.pending);
@@ -115,6 +122,7 @@ class TensorWatcher final : public Watcher {
     if (found != barriers_.end()) found->second.over[parity] = found->second.open;
   }
   void waited(void const* barrier, unsigned parity) override {
+    if (!has_account(*world.running->cta)) return;
     auto const found = barriers_.find(barrier);
     if (found != barriers_.end()) merge(own_warp().pending, found->second.over[parity]);
   }
@@ -176,7 +184,7 @@ class TensorWatcher final : public Watcher {
     if (used != ctas) fail("tcgen05 instructions with cta_group 1 and 2 in one kernel");
     if (static_cast<int>(grid.cluster) % ctas != 0) fail("cta_group 2 in a grid without clusters");
     if (grid.cluster > kPair) fail("tcgen05 in clusters of more than two is not emulated");
-    if (world.running->cta->warps.size() > kMaxWarps) fail("more warps than are emulated");
+    if (!has_account(*world.running->cta)) fail("tcgen05 in a CTA of more warps than are emulated");
   }
   // Both CTAs of a pair get the same base for their n-th allocation; which, a draw decides.
   int base(int count, std::uint32_t columns) {

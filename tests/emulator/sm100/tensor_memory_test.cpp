@@ -464,5 +464,20 @@ TEST(TensorMemory, ReportsWrongWords) {
   expect_said(Mistake::scales_under_d, "D lies over them", mx);
 }
 
+// Of what its warps know there is an account for 16 of them; kernels without tensor memory have up to 32.
+TEST(TensorMemory, IsNotForMoreWarpsThanHaveAnAccount) {
+  std::uint32_t base = 0;
+  for (bool const allocates : {false, true}) {
+    launch(1, 1, 1024, 0, [&] {
+      __syncthreads();
+      if (allocates && threadIdx.x / 32 == 31) tcgen05_alloc<1>(&base, 32);
+      __syncthreads();
+    });
+    std::string const said = run({});
+    EXPECT_EQ(said.find("more warps than are emulated") != std::string::npos, allocates) << said;
+    EXPECT_EQ(said.empty(), !allocates) << said;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::emulator

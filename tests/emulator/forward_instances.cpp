@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused forward kernel for three of its activations, and its launcher, which names all.
+// The fused forward kernel for swiglu, and its launcher, which names all activations. Two others have a file of their
+// own, so that a mutant of the kernel compiles for one.
 #include "expert_parallel/fused/forward.cu"
 #include "expert_parallel/fused/forward.cuh"
 
@@ -7,10 +8,10 @@ namespace tessera::expert_parallel {
 
 template cudaError_t launch_forward_of<ActivationKind::swiglu>(ForwardParams const&, int,
                                                                cudaStream_t);
-template cudaError_t launch_forward_of<ActivationKind::clamped_swiglu>(ForwardParams const&, int,
-                                                                       cudaStream_t);
-template cudaError_t launch_forward_of<ActivationKind::relu2>(ForwardParams const&, int,
-                                                              cudaStream_t);
+extern template cudaError_t launch_forward_of<ActivationKind::clamped_swiglu>(ForwardParams const&,
+                                                                              int, cudaStream_t);
+extern template cudaError_t launch_forward_of<ActivationKind::relu2>(ForwardParams const&, int,
+                                                                     cudaStream_t);
 
 #define TESSERA_NOT_EMULATED(kind)                                                               \
   template <>                                                                                    \

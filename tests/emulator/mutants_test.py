@@ -9,6 +9,7 @@ import sys
 
 import mutant_runner
 
+OTHER_KINDS = "further activations"
 # What is compiled again for a mutant of these sources, here or in the tree, and the tests that are run.
 COMPILED = {
     "expert_parallel/unfused/route.cu": ("expert_parallel/unfused/route.cu", "UnfusedExchange.*"),
@@ -18,6 +19,7 @@ COMPILED = {
     "expert_parallel/fused/saved_pass.cuh": ("forward_instances.cpp", "FusedForward.*"),
     "expert_parallel/unfused/copy_rows.cuh": ("expert_parallel/unfused/combine.cu", "UnfusedExchange.*"),
     "expert_parallel/": ("forward_instances.cpp", "FusedForward.*"),
+    OTHER_KINDS: ("forward_other_instances.cpp", "FusedForward.*"),
     "cuda/gemm/ring.cuh": ("forward_instances.cpp", "FusedForward.*"),
     "cuda/epilogue/activation_math.cuh": ("activation_test.cpp", "Activation.*"),
     "cuda/host/gemm_params.hpp": ("e4m3_operand_test.cpp", "E4m3Operand.*"),
@@ -33,10 +35,13 @@ COMPILED = {
     "cuda/gemm/sm90/held_tile.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/gemm/produce/gather_scaled.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/epilogue/activation_e4m3.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
-    "cuda/gemm/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
+    "cuda/gemm/sm90/outer_product.cuh": ("projection_dgrad_test.cpp", "UpProjectionDgrad.*"),
+    "cuda/gemm/produce/load_tile.cuh": ("router_logits_test.cpp", "RouterLogits.*"),
+    "cuda/gemm/": ("projections_test.cpp", "Projections.*"),
     "cuda/epilogue/wgrad_store.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
     "cuda/epilogue/chunk_sum.cuh": ("router_wgrad_test.cpp", "RouterWgrad.*"),
-    "cuda/epilogue/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
+    "cuda/epilogue/": ("projection_dgrad_test.cpp", "*ProjectionDgrad.*"),
+    "cuda/kernels/router_logits.cuh": ("router_logits_test.cpp", "RouterLogits.*"),
     "cuda/kernels/projection_wgrad.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
     "cuda/kernels/router_loss.cuh": ("router_loss_test.cpp", "*RouterLoss.*"),
     "cuda/kernels/router_wgrad.cuh": ("router_wgrad_test.cpp", "RouterWgrad.*"),
@@ -94,9 +99,9 @@ MUTANTS = [
      "column + pass_.shape().intermediate : column", "column : column", "h differ"),
     ("gate columns have the biases of up columns", "expert_parallel/fused/forward.cuh",
      "add_bias(acc[0], 2 * group, biases.up[0]", "add_bias(acc[0], 2 * group, biases.up[1]",
-     "FAILED  ] FusedForward.AddsBiases"),
+     "FAILED  ] FusedForward.AddsBiases", OTHER_KINDS),
     ("all of a down's columns have the biases of its first half", "expert_parallel/fused/forward.cuh",
-     "column + kHalf, columns);", "column, columns);", "FAILED  ] FusedForward.AddsBiases"),
+     "column + kHalf, columns);", "column, columns);", "FAILED  ] FusedForward.AddsBiases", OTHER_KINDS),
     ("an up is announced with the last of its h", "expert_parallel/fused/last_task.cuh",
      "if (!is_h && !push_.pending())", "if (!push_.pending())", "FAILED  ] FusedForward.Saves"),
     ("rows of h lie as those of the pool", "expert_parallel/fused/saved_pass.cuh",
@@ -164,7 +169,7 @@ MUTANTS = [
     ("all terms of B are loaded as the first", "cuda/gemm/produce/load_tile.cuh",
      "k * kGemm.b_terms() + term * kGemm.tile.k", "k * kGemm.b_terms()", "RouterLogits.Fp32Weights"),
     ("all terms of B are multiplied as the first", "cuda/gemm/sm90/mainloop.cuh",
-     "+ step / kSteps * kTermStep", "", "RouterLogits.Fp32Weights"),
+     "+ step / kSteps * kTermStep", "", "RouterLogits.Fp32Weights", "cuda/kernels/router_logits.cuh"),
     ("rows of e4m3 lie as far apart as those of bf16", "cuda/host/gemm_params.hpp",
      "kBytes = gemm::bytes_of(kGemm.a.stored);", "kBytes = 2;", "E4m3Operand.GemmDecodesOnLoad"),
     ("a plain twin leaves out a value that it decodes", "cuda/plain/dot.cuh",
@@ -400,6 +405,17 @@ MUTANTS = [
 
 # Mutants that the first tests of their kernels do not notice, and a test that does, which alone is run.
 LATE = {
+    "both CTAs of a pair load the same half of their weights": "FusedForward.PairsOfEveryKind",
+    "a token of several sums has them in one slot": "FusedForward.AnyNumberOfCtasAndAnyLag",
+    "lists are said to be there by the first slice": "FusedForward.AnyNumberOfCtasAndAnyLag",
+    "codes of a row past its expert are stored": "UpProjectionFwdE4m3.LongRowsOfK",
+    "a scale of a row past its expert is stored": "UpProjectionFwdE4m3.LongRowsOfK",
+    "dh of a row past its expert is stored": "DownProjectionDgradE4m3.LongRowsOfK",
+    "scales of h lie as rows without padding": "DownProjectionDgradE4m3.LongRowsOfK",
+    "scales of a lie as rows without padding": "DownProjectionFwdE4m3.LongRows",
+    "all tiles of weights ask for as little as the last one": "Projections.LastTiles*",
+    "half of a last tile is multiplied where more is there": "Projections.LastTiles*",
+    "choices behind the first eight are not added up": "UnfusedExchange.ManyChoicesOfWideRows",
     "both CTAs of a pair load the same half of their rows": "FusedForward.SeveralBlocks*",
     "the first down of a block says that it is done": "FusedForward.SeveralBlocks*",
     "a down is left where the next task has no rows of the warp": "FusedForward.SeveralBlocks*",

@@ -10,10 +10,11 @@ endif()
 option(TESSERA_WERROR "Warnings stop the build" ${werror_default})
 
 # Floating-point contraction is off: an FMA stands where the source says std::fma, so that a sequence has
-# the same bits for every instruction set.
+# the same bits for every instruction set. Nobody reads the flags of floating-point exceptions: a loop that compares may
+# become one of vectors.
 function(tessera_compile_options target)
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CXX,C>:-Wall -Wextra -Wpedantic -ffp-contract=off>)
+    $<$<COMPILE_LANGUAGE:CXX,C>:-Wall -Wextra -Wpedantic -ffp-contract=off -fno-trapping-math>)
   if(TESSERA_WERROR)
     # GCC 12 sees overflows that are not there in inlined parts of fmt and std::string.
     target_compile_options(${target} PRIVATE

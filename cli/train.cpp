@@ -41,6 +41,7 @@ struct Flags {
   std::string router = "topk-softmax";
   std::string round = "none";
   std::int64_t save_every = 400;
+  std::int64_t held_out_windows = 2048;  // 0: all
   double seconds = 0;
   std::int32_t threads = 0;
   bool json = false;
@@ -244,16 +245,20 @@ std::int64_t windows_within(double seconds, double tokens_per_second, std::int64
   return std::max(lm::kEvaluationWindows, static_cast<std::int64_t>(std::min(windows, 1e15)));
 }
 
-// Evaluates on held-out text and writes the sample.
-void conclude(TrainRun const& run, double seconds, lm::Trainer& trainer, TrainProgress& progress,
-              TrainSummary& summary) {
+// Evaluates on held-out text, at most that many windows where it is not 0, and writes the sample.
+void conclude(TrainRun const& run, std::int64_t max_windows, double seconds, lm::Trainer& trainer,
+              TrainProgress& progress, TrainSummary& summary) {
   lm::Model& model = trainer.model();
   auto const& parameters = run.state.parameters;
   std::int64_t const context = run.state.options.model.context;
-  summary.windows = lm::count_windows(run.corpus.held_out.size(), context);
+  std::int64_t const all = lm::count_windows(run.corpus.held_out.size(), context);
+  summary.windows = max_windows > 0 ? std::min(all, max_windows) : all;
   if (seconds > 0) {
-    summary.windows =
-        std::min(summary.windows, windows_within(seconds, summary.tokens_per_second, context));
+    std::int64_t const within = windows_within(seconds, summary.tokens_per_second, context);
+    summary.lacks_time = within < summary.windows;
+    summary.windows = std::min(summary.windows, within);
+  }
+  if (summary.windows < all) {
     summary.bigram =
         lm::bigram_bits_per_byte(run.corpus.train, run.corpus.held_out, context, summary.windows);
   }
@@ -307,7 +312,7 @@ int train(Flags const& flags) {
         flags.seconds > 0
             ? seconds_to_conclude(flags.seconds, flags.seconds - (now_seconds() - begin))
             : 0;
-    conclude(run, seconds, trainer, progress, summary);
+    conclude(run, flags.held_out_windows, seconds, trainer, progress, summary);
   }
   summary.plot_problem = lm::draw_curve(run.folder, run.state, bigram);
   print_train_summary(run, summary);
@@ -367,6 +372,9 @@ void add_training_flags(CLI::App& command, Flags& flags) {
   flags.fixed.push_back(
       option("--eval-every", training.eval_every, "steps between looks at held-out text"));
   option("--save-every", flags.save_every, "steps between saves")->check(CLI::Range(1, 10'000'000));
+  option("--held-out-windows", flags.held_out_windows,
+         "windows of held-out text, spread evenly, that are judged at the end; 0: all")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1'000'000'000}));
   option("--seconds", flags.seconds,
          "stop training after that time, held-out text and the sample after a tenth of it each; "
          "0: never")

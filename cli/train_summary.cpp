@@ -46,8 +46,10 @@ void print_train_summary(TrainRun const& run, TrainSummary const& summary) {
     if (summary.windows < all) {
       print_note(
           fmt::format("note: these are of {} of the {} windows of held-out text, spread "
-                      "evenly: --seconds has no time for more\n",
-                      summary.windows, all));
+                      "evenly: {}\n",
+                      summary.windows, all,
+                      summary.lacks_time ? "--seconds has no time for more"
+                                         : "--held-out-windows 0 takes all"));
     }
   }
   if (summary.load.max_over_mean > 0) {

@@ -27,6 +27,7 @@ struct TrainSummary {
   double tokens_per_second = 0;
   double bigram = 0;
   std::int64_t windows = 0;                     ///< of held-out text that were evaluated
+  bool lacks_time = false;                      ///< for more of them
   std::optional<double> held_out, without_moe;  ///< of these windows; only when not stopped
   lm::ExpertLoad load;                          ///< of the last step of this run
   std::string plot_problem;

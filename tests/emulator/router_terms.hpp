@@ -18,6 +18,8 @@ inline Terms terms_of(float value) {
   Bits const middle = round(rest);
   return {high, middle, round(rest - widen(middle))};
 }
-inline float fp32_weight(int i) { return std::ldexp(static_cast<float>((i * 7919) % 16777213), -26); }
+inline float fp32_weight(int i) {
+  return std::ldexp(static_cast<float>((i * 7919) % 16777213), -26);
+}
 
 }  // namespace tessera::emulator

@@ -239,7 +239,7 @@ TEST_F(Program, PrintsWhatTheMoeBlocksBringWithOneSign) {
 
 TEST_F(Program, EndsItsEvaluationOnASignal) {
   write_text(text_, random_text_of(4'000'000));  // takes many times as long as the steps
-  Arguments arguments = training(run_, {"--json"});
+  Arguments arguments = training(run_, {"--json", "--held-out-windows", "0"});
   arguments[6] = "1";
   pid_t const child = start(arguments);
   await_first_step(child);
@@ -265,7 +265,7 @@ TEST_F(Program, StopsWhenTheTimeIsUp) {
 
 TEST_F(Program, EndsItsEvaluationWhenTheTimeIsUp) {
   write_text(text_, random_text_of(40'000'000));  // evaluating what is held out of it takes minutes
-  Arguments arguments = training(run_, {"--seconds", "0.3", "--json"});
+  Arguments arguments = training(run_, {"--seconds", "0.3", "--json", "--held-out-windows", "0"});
   arguments[6] = "1000000";
   Result const result = run(arguments);
   EXPECT_EQ(result.exit_code, 0) << result.err;
@@ -276,6 +276,24 @@ TEST_F(Program, EndsItsEvaluationWhenTheTimeIsUp) {
   EXPECT_LT(windows, summary.at("held_out_bytes").get<std::int64_t>() / 32 / 2);
   EXPECT_GT(summary.at("held_out_bits_per_byte"), 0);
   EXPECT_NE(result.err.find("windows of held-out text, spread evenly"), std::string::npos);
+}
+
+TEST_F(Program, JudgesAsManyWindowsAsWanted) {
+  double few = 0;
+  for (std::int64_t const wanted : {0, 3}) {
+    Arguments arguments = training(run_, {"--json", "--held-out-windows", std::to_string(wanted)});
+    arguments[6] = "1";
+    Result const result = run(arguments);
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    json const summary = json::parse(result.out);
+    std::int64_t const all = (summary.at("held_out_bytes").get<std::int64_t>() - 1) / 32;
+    ASSERT_GT(all, 3);
+    EXPECT_EQ(summary.at("held_out_windows"), wanted == 0 ? all : wanted);
+    EXPECT_EQ(result.err.find("--held-out-windows 0 takes all") != std::string::npos, wanted != 0)
+        << result.err;
+    EXPECT_NE(summary.at("held_out_bits_per_byte"), few);
+    few = summary.at("held_out_bits_per_byte");
+  }
 }
 
 TEST_F(Program, KeepsAnEarlierRun) {

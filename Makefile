@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 RUN_DIR ?= runs/latest
-TRAIN_FLAGS ?=
+TRAIN_FLAGS ?= --steps 1600
 # The text of `make run`: what this repository says about itself.
 TEXT ?= $(wildcard docs README.md include src lm cli tests)
 
@@ -19,7 +19,7 @@ SOURCES = $(wildcard $(shell git ls-files '*.cpp' '*.hpp' '*.c' '*.h' '*.cu' '*.
 
 .PHONY: help
 help:
-	@echo 'make run     train a small MoE language model on this repository'"'"'s text (about two minutes)'
+	@echo 'make run     train a small MoE language model on this repository'"'"'s text (one to two minutes)'
 	@echo 'make test    build and run tests of every kind that this machine can run'
 	@echo 'make test-deep'
 	@echo '             build and run what only adds depth: all mutants, long fuzzing, real frameworks'

@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 RUN_DIR ?= runs/latest
-TRAIN_FLAGS ?= --steps 1600
+TRAIN_FLAGS ?= --steps 1200
 # The text of `make run`: what this repository says about itself.
 TEXT ?= $(wildcard docs README.md include src lm cli tests)
 

@@ -8,7 +8,6 @@ import argparse
 import concurrent.futures
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -92,19 +91,8 @@ def outcome(args, mutant, source, tests, level="-O1"):
         return name, run.returncode == 1 and notice in run.stdout, run.stdout, time.monotonic() - start
 
 
-def share_of(mutants, share):
-    """The mutants of a share K/N: every N-th from number K mod N on, so that N values of K in a row hold each once."""
-    if not share:
-        return mutants
-    if not (match := re.fullmatch(r"(\d+)/([1-9]\d*)", share)):
-        sys.exit(f"TESSERA_MUTANTS={share}: not a share such as 2/3")
-    first, step = int(match[1]), int(match[2])
-    return mutants[first % step::step]
-
-
 def main(mutants, quick, run):
-    """Runs all mutants, a share of them (the environment's TESSERA_MUTANTS, as K/N), or those named in `quick`, by
-    run(args, mutant), and returns how the program should exit."""
+    """Runs all mutants, or those named in `quick`, by run(args, mutant), and returns how the program should exit."""
     parser = argparse.ArgumentParser()
     for flag in ("--compiler", "--tree", "--objects", "--libraries"):
         parser.add_argument(flag, required=True)
@@ -112,10 +100,7 @@ def main(mutants, quick, run):
     args = parser.parse_args()
     for mutant in mutants:  # of all: a text that has changed would else be found by night
         text_of(pathlib.Path(args.tree), mutant)
-    share = "" if args.quick else os.environ.get("TESSERA_MUTANTS", "")
-    chosen = [mutant for mutant in share_of(mutants, share) if not args.quick or mutant[0] in quick]
-    if share:
-        print(f"{len(chosen)} of {len(mutants)} mutants: TESSERA_MUTANTS={share}", flush=True)
+    chosen = [mutant for mutant in mutants if not args.quick or mutant[0] in quick]
     if args.quick and len(chosen) != len(quick):
         sys.exit("a mutant of --quick is not there")
     missed = 0

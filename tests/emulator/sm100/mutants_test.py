@@ -326,7 +326,8 @@ QUICK = ("the last step of k is left out", "no fence behind the wait for a tile"
 def outcome(args, mutant):
     tests = mutant[5] if mutant[5][0].isupper() else f"DownProjectionFwd{mutant[5]}"
     source = next(source for start, source in SOURCES.items() if tests.startswith(start))
-    return mutant_runner.outcome(args, mutant, source, tests, "-O0")  # which compile longer than they run
+    # A mutant compiles longer than it runs.
+    return mutant_runner.outcome(args, mutant, source, tests, "-O0")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ void expect_right_terms() {
         float const logit = logits[t * kExperts + e];
         ASSERT_EQ(logit, sum + bias[static_cast<std::size_t>(e)])
             << t << ", " << e << ", " << schedule.seed;
-        // What bf16 weights would miss by 2^-9 of the terms.
+        // Weights of bf16 would miss this: their error is 2^-9 of the terms.
         ASSERT_LE(std::abs(logit - exact), std::ldexp(size + 2, -18)) << t << ", " << e;
       }
     }

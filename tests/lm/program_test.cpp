@@ -279,7 +279,7 @@ TEST_F(Program, EndsItsEvaluationWhenTheTimeIsUp) {
 }
 
 TEST_F(Program, JudgesAsManyWindowsAsWanted) {
-  double few = 0;
+  double of_others = 0;
   for (std::int64_t const wanted : {0, 3}) {
     Arguments arguments = training(run_, {"--json", "--held-out-windows", std::to_string(wanted)});
     arguments[6] = "1";
@@ -291,8 +291,8 @@ TEST_F(Program, JudgesAsManyWindowsAsWanted) {
     EXPECT_EQ(summary.at("held_out_windows"), wanted == 0 ? all : wanted);
     EXPECT_EQ(result.err.find("--held-out-windows 0 takes all") != std::string::npos, wanted != 0)
         << result.err;
-    EXPECT_NE(summary.at("held_out_bits_per_byte"), few);
-    few = summary.at("held_out_bits_per_byte");
+    EXPECT_NE(summary.at("held_out_bits_per_byte"), of_others);
+    of_others = summary.at("held_out_bits_per_byte");
   }
 }
 

@@ -96,9 +96,12 @@ class TensorWatcher final : public Watcher {
   TensorCta& of(Cta const& cta) { return *ctas_.at(&cta); }
   // A CTA of more warps may not use tensor memory, and there is no account of what they know.
   static bool has_account(Cta const& cta) { return cta.warps.size() <= kMaxWarps; }
+  static void require_account(Cta const& cta) {
+    if (!has_account(cta)) fail("tcgen05 in a CTA of more warps than are emulated");
+  }
   WarpState& own_warp() {
     Cta const& cta = *world.running->cta;
-    if (!has_account(cta)) fail("tcgen05 in a CTA of more warps than are emulated");
+    require_account(cta);
     return of(cta).warps[warp_of(*world.running)];
   }
   static std::size_t warp_of(Thread const& t) { return t.index / kWarp; }
@@ -184,7 +187,7 @@ class TensorWatcher final : public Watcher {
     if (used != ctas) fail("tcgen05 instructions with cta_group 1 and 2 in one kernel");
     if (static_cast<int>(grid.cluster) % ctas != 0) fail("cta_group 2 in a grid without clusters");
     if (grid.cluster > kPair) fail("tcgen05 in clusters of more than two is not emulated");
-    if (!has_account(*world.running->cta)) fail("tcgen05 in a CTA of more warps than are emulated");
+    require_account(*world.running->cta);
   }
   // Both CTAs of a pair get the same base for their n-th allocation; which, a draw decides.
   int base(int count, std::uint32_t columns) {

@@ -464,7 +464,7 @@ TEST(TensorMemory, ReportsWrongWords) {
   expect_said(Mistake::scales_under_d, "D lies over them", mx);
 }
 
-// Of what its warps know there is an account for 16 of them; kernels without tensor memory have up to 32.
+// The emulator keeps account of 16 warps of a CTA. Kernels without tensor memory may have up to 32.
 TEST(TensorMemory, IsNotForMoreWarpsThanHaveAnAccount) {
   std::uint32_t base = 0;
   for (bool const allocates : {false, true}) {

@@ -81,6 +81,7 @@ LAYERS = {
     ],
     "src/expert_parallel/unfused": [
         "src/expert_parallel/plan", "src/expert_parallel/transport", "src/expert_parallel/exchange", "src/cuda/arch",
+        "src/cuda/host/launch.hpp",
     ],
     "src/expert_parallel/fused": [
         "include/tessera", "src/expert_parallel/plan", "src/expert_parallel/transport",

@@ -27,6 +27,7 @@
 
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
+#include "cuda/host/launch.hpp"
 #include "expert_parallel/fused/last_task.cuh"
 #include "expert_parallel/fused/load_task.cuh"
 #include "expert_parallel/fused/partial_combine.cuh"
@@ -227,8 +228,7 @@ template <ActivationKind kKind, Transfer kTransfer, bool kSaves = false>
 cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cudaStream_t stream) {
   constexpr auto* kKernel = forward<kKind, kTransfer, kSaves>;
   cudaError_t const error =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(sizeof(ForwardStorage)));
+      cuda::host::allow_shared_memory<kKernel>(static_cast<int>(sizeof(ForwardStorage)));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;

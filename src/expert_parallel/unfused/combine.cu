@@ -11,6 +11,7 @@
 #include "cuda/arch/load_global.cuh"
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/store_global.cuh"
+#include "cuda/host/launch.hpp"
 #include "expert_parallel/exchange/exchange.hpp"
 #include "expert_parallel/exchange/route.cuh"
 #include "expert_parallel/exchange/weighted_sum.cuh"
@@ -186,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, 1) combine(__grid_constant__ Combine
 cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
                            cudaEvent_t begun) {
   if (args.exchange.shape.hidden % 8 != 0) return cudaErrorInvalidValue;
-  cudaError_t const error = cudaFuncSetAttribute(
-      combine, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
+  cudaError_t const error =
+      cuda::host::allow_shared_memory<combine>(static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
   return launch_on(sm_count, kThreads, sizeof(Shared), stream, begun, combine, args);
 }

@@ -13,6 +13,7 @@
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/proxy_fence.cuh"
+#include "cuda/host/launch.hpp"
 #include "expert_parallel/exchange/exchange.hpp"
 #include "expert_parallel/exchange/route.cuh"
 #include "expert_parallel/unfused/copy_rows.cuh"
@@ -309,8 +310,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
                             cudaEvent_t begun) {
   if (args.exchange.shape.hidden % 8 != 0) return cudaErrorInvalidValue;
-  cudaError_t const error = cudaFuncSetAttribute(
-      dispatch, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
+  cudaError_t const error =
+      cuda::host::allow_shared_memory<dispatch>(static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
   return launch_on(sm_count, kThreads, sizeof(Shared), stream, begun, dispatch, args);
 }

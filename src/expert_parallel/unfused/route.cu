@@ -9,6 +9,7 @@
 //          then publishes
 // Requires shape.experts <= kMaxExperts, all CTAs resident (cooperative launch)
 #include "cuda/arch/dynamic_shared.cuh"
+#include "cuda/host/launch.hpp"
 #include "expert_parallel/exchange/exchange.hpp"
 #include "expert_parallel/exchange/route.cuh"
 #include "expert_parallel/exchange/row_tables.cuh"
@@ -50,8 +51,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t stream) {
   ExchangeShape const& shape = args.exchange.shape;
   if (shape.experts > kMaxExperts || shape.ranks > kMaxRanks) return cudaErrorInvalidValue;
-  cudaError_t const error = cudaFuncSetAttribute(
-      route_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Storage)));
+  cudaError_t const error =
+      cuda::host::allow_shared_memory<route_rows>(static_cast<int>(sizeof(Storage)));
   if (error != cudaSuccess) return error;
   void* arguments[] = {const_cast<RouteArguments*>(&args)};
   return cudaLaunchCooperativeKernel(route_rows, dim3(static_cast<unsigned>(sm_count)),

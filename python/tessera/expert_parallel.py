@@ -11,8 +11,6 @@ Session (expert_parallel_session.py).
 NVLink multicast must be off: set NCCL_NVLS_ENABLE=0 before the first NCCL call of the process.
 """
 
-import contextlib
-
 import torch
 
 from tessera import expert_parallel_training, functional, library, options
@@ -182,15 +180,22 @@ class ExpertParallel:
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
         given = tensors if b_up is not None and b_down is not None else tensors[:5]
         kind = "general", len(given), torch.is_grad_enabled()
-        like_before = session.training and session.passes.get(kind)
+        like_before, ready = session.training and session.passes.get(kind) or (None, False)
         if out is not None or len(given) == 5 and b_up is not b_down or like_before is None or not like_before(*given):
             self._check_general(tensors, out)
-            session.passes[kind] = guard(given)
+            ready = session.training and training.is_ready(session, *given)
+            session.passes[kind] = guard(given), ready
+        if torch._C._cuda_getDevice() != session.device.index:
+            with torch.cuda.device(session.device):
+                return self._general_here(layer, *tensors)
+        if ready and (w_up.data_ptr() | w_down.data_ptr()) % 16 == 0:
+            return training.run_fused(session, layer, x, topk_ids, topk_weights, w_up, w_down)
+        return self._general_here(layer, *tensors)
+
+    def _general_here(self, layer: int, x, topk_ids, *others) -> torch.Tensor:
         if topk_ids.dtype is torch.int64:
-            topk_ids = narrowed(topk_ids, session.desc.experts)
-        elsewhere = torch._C._cuda_getDevice() != session.device.index
-        with torch.cuda.device(session.device) if elsewhere else contextlib.nullcontext():
-            return training.run(session, layer, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up, b_down)
+            topk_ids = narrowed(topk_ids, self._session.desc.experts)
+        return expert_parallel_training.run(self._session, layer, x, topk_ids.contiguous(), *others)
 
     def _check_general(self, tensors: tuple, out) -> None:
         session, training = self._session, expert_parallel_training

@@ -16,9 +16,8 @@ from tessera import expert_parallel_session as sessions
 from tessera import library
 from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs
 from tessera.expert_parallel_side_stream import SIDE_SMS, TOKEN_SMS
-from tessera.library import BackwardArgs
 from tessera.ops import layer
-from tessera.ops.prepared_calls import contiguous_strides, describe, field_word, maker
+from tessera.ops.prepared_calls import Written, contiguous_strides, describe, field_word, maker
 
 ALIGNMENT = 256  # bytes, of whatever lies in one piece of memory
 WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
@@ -79,14 +78,14 @@ class PreparedForward:
     x and weights are of these shapes and strides; ids and scores are contiguous, int32 and fp32; so are weights.
     """
 
-    __slots__ = ("args", "words", "address", "made", "tables", "given")
+    __slots__ = ("args", "address", "fill")
 
     def __init__(self, session, rows: int, x: torch.Tensor, top_k: int, weights: tuple):
         training, device, tokens = session.training, x.device, x.shape[0]
         experts = session.desc.experts // session.desc.ranks
         self.args = args = ForwardArgs(ctypes.sizeof(ForwardArgs))
         args.may_overflow = int(training.max_rows is None)
-        self.words, self.address = memoryview(args).cast("B").cast("Q"), addressof(args)
+        self.address = addressof(args)
         described = {"x": (x.shape, x.stride(), x.dtype), "topk_ids": ((tokens, top_k), None, torch.int32),
                      "topk_weights": ((tokens, top_k), None, torch.float32), "o": (tuple(x.shape), None, x.dtype)}
         described |= {name: (tuple(weight.shape), None, weight.dtype)
@@ -102,24 +101,24 @@ class PreparedForward:
             # Strides of an empty tensor mean nothing.
             plain = strides is None or 0 in shape
             describe(name, getattr(args, name), shape, contiguous_strides(shape) if plain else strides, dtype, device)
-        no_h = [] if "h" in described else [((0,), None, x.dtype)]
-        self.made = [maker(shape, contiguous_strides(shape), dtype, device)
-                     for shape, _, dtype in (memory, *[described[name] for name in outputs], *no_h)]
-        self.tables = [(field_word(ForwardArgs, name), place)
-                       for name, place in zip(tables, Tables.places(rows), strict=True)]
         # In the order of `run`: inputs, then outputs, of which the last may be an h that is not saved.
-        self.given = [field_word(ForwardArgs, name) for name in described if name not in outputs]
-        self.given += [field_word(ForwardArgs, name) for name in outputs]
+        inputs = [name for name in described if name not in outputs]
+        written = Written(f"fill({', '.join(inputs)})", words=memoryview(args).cast("B").cast("Q"))
+        made = {"tables": memory} | {name: described[name] for name in outputs}
+        for name, (shape, _, dtype) in (made | ({} if "h" in made else {"h": ((0,), None, x.dtype)})).items():
+            written.make(name, maker(shape, contiguous_strides(shape), dtype, device))
+        written.line("begin = tables.data_ptr()")
+        for name, place in zip(tables, Tables.places(rows), strict=True):
+            written.line(f"words[{field_word(ForwardArgs, name)}] = begin + {place}")
+        for name in (*inputs, *outputs):
+            written.line(f"words[{field_word(ForwardArgs, name)}] = {name}.data_ptr()")
+        written.line("return tables, o, h")
+        self.fill = written.function()
 
-    def run(self, session, inputs: list) -> list:
-        """[memory of the tables, o, h], h empty if it is not saved. inputs: x, topk_ids, topk_weights, weights and
+    def run(self, session, inputs: tuple) -> tuple:
+        """(memory of the tables, o, h), h empty if it is not saved. inputs: x, topk_ids, topk_weights, weights and
         biases that there are."""
-        memory, *outputs = results = [make(*how) for make, how in self.made]
-        words, begin = self.words, memory.data_ptr()
-        for word, place in self.tables:
-            words[word] = begin + place
-        for word, tensor in zip(self.given, inputs + outputs, strict=False):
-            words[word] = tensor.data_ptr()
+        results = self.fill(*inputs)
         code = sessions.load().tessera_expert_parallel_forward(session.handle, self.address, session.stream())
         if code:
             library.check(code)
@@ -148,17 +147,53 @@ def _bytes(shape: tuple, dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def _written_fill(fields: list, scratch: _Places, tables: dict, weights: list, made: dict, gradients: list):
+    """fill(memory of the tables, d_o, x, topk_ids, h, weights): writes all addresses and returns (memory that the pass
+    needs, gradients). fields: as PreparedBackward._fields gives them; tables: where they begin in their memory; made:
+    results and scratch memory, of `maker`; gradients: names of results, or None."""
+    written = Written(f"fill(memory, d_o, x, topk_ids, h, {', '.join(weights)})")
+    for name, how in made.items():
+        written.make(name, how)
+    words, in_scratch, elsewhere = {}, [], {}
+    for args, field, name in fields:
+        # By their own addresses, as structs of one type are equal to nothing.
+        of, word = words.setdefault(addressof(args), f"words{len(words)}"), field_word(type(args), field)
+        written.values[of] = memoryview(args).cast("B").cast("Q")
+        if name in scratch.of:
+            in_scratch.append((written.values[of], word, scratch.of[name][0]))
+        else:
+            elsewhere.setdefault(name, []).append(f"{of}[{word}]")
+
+    def move(begin: int) -> None:
+        for of, word, place in in_scratch:
+            of[word] = begin + place
+        last[0] = begin
+
+    last = [0]  # torch's allocator often gives the same memory again
+    written.line("begin, t = scratch.data_ptr(), memory.data_ptr()", last=last, move=move)
+    written.line("if begin != last[0]: move(begin)")
+    for name, places in elsewhere.items():
+        address = f"t + {tables[name]}" if name in tables else f"{name}.data_ptr()"
+        written.line(" = ".join([*places, address]))
+    # Scratch memory, and dx that nobody wants, live until all is enqueued that writes there.
+    written.line(f"return (scratch, dx), ({', '.join(map(str, gradients))})")
+    return written.function()
+
+
 class PreparedBackward:
     """A backward pass of rows that a forward pass has named in its tables.
 
     saved: x, topk_ids, h (empty: it is made again) and the memory of the tables; weights: w_up, w_down, b_up, b_down.
-    wanted: gradients of weights, as GRADIENTS names them, in the order of `weights`. x_apart: rows of x come on the
-    side stream, as those that go back do with `side`. gathered: tokens come, each once, and the GEMMs gather rows.
+    wanted: dx, dscores and gradients of weights, as GRADIENTS names them, None for each that nobody wants. x_apart:
+    rows of x come on the side stream, as those that go back do with `side`. gathered: tokens come, each once, and the
+    GEMMs gather rows.
     """
 
-    def __init__(self, session, d_o, saved: tuple, weights: tuple, *, wanted: tuple, with_dscores: bool, over_h: bool,
-                 may_overflow: bool, side: bool, x_apart: bool, gathered: bool):
+    def __init__(self, session, d_o, saved: tuple, weights: tuple, *, wanted: tuple, over_h: bool, may_overflow: bool,
+                 side: bool, x_apart: bool, gathered: bool):
         x, ids, h, memory = saved
+        _, dscores, *of_weights = wanted
+        with_dscores, of_weights = dscores is not None, [name for name in of_weights if name is not None]
         desc, device = session.desc, x.device
         experts = desc.experts // desc.ranks
         rows = Tables.rows(memory, experts)
@@ -178,8 +213,8 @@ class PreparedBackward:
             None, (views["rows"], views["second_rows"], h, views["routing"], None, None, *groups, None, None), text,
             with_dscores, gathered_rows)
         self.weights = None
-        if wanted:
-            bits = sum(1 << layer.GRADIENTS.index(name) for name in wanted)
+        if of_weights:
+            bits = sum(1 << layer.GRADIENTS.index(name) for name in of_weights)
             self.weights = layer.prepare_backward_weights(
                 None, (views["rows"], views["second_rows"], views["routing"], *groups, views["a_scaled"], dh), text,
                 bits, (), gathered_rows)
@@ -189,11 +224,16 @@ class PreparedBackward:
         dx = torch.empty(x.shape, dtype=x.dtype, device=device)
         dscores = torch.empty(ids.shape, dtype=torch.float32, device=device) if with_dscores else None
         self._describe(session, d_o, x, ids, tables, views, dx, dscores, may_overflow)
-        outputs = [dx, *([dscores] if with_dscores else []), *[named[name[1:]] for name in wanted]]
-        self.made = [maker(tuple(t.shape), contiguous_strides(t.shape), t.dtype, device) for t in outputs]
-        self.scratch = maker((scratch.bytes,), (1,), torch.uint8, device)
-        self._join(scratch, dict(zip(tables._asdict(), Tables.places(rows), strict=True)), wanted, with_dscores,
-                   h.dim() == 2, over_h, [name for name in WEIGHTS if named[name] is not None])
+        # dx is made also where nobody wants it: other ranks wait for its rows.
+        results = {"dx": dx} | ({"dscores": dscores} if with_dscores else {})
+        results |= {name: named[name[1:]] for name in of_weights}  # like these
+        made = {name: maker(tuple(t.shape), contiguous_strides(t.shape), t.dtype, device)
+                for name, t in results.items()}
+        made["scratch"] = maker((scratch.bytes,), (1,), torch.uint8, device)
+        present = [name for name in WEIGHTS if named[name] is not None]
+        self.fill = _written_fill(self._fields(of_weights, with_dscores, h.dim() == 2, over_h, present), scratch,
+                                  dict(zip(tables._asdict(), Tables.places(rows), strict=True)), present, made,
+                                  [wanted[0], None, *wanted[1:]])
 
     @staticmethod
     def _room(rows: int, places: int, x, width: int, intermediate: int, with_dscores: bool, over_h: bool) -> _Places:
@@ -230,58 +270,31 @@ class PreparedBackward:
                                              "row_origins": tables["row_origins"], "o": dx, "dscores": dscores,
                                              "row_dscores": views.get("row_dscores")})[0]
 
-    def _join(self, scratch: _Places, tables: dict, wanted: tuple, with_dscores: bool, saves_h: bool, over_h: bool,
-              weights: list) -> None:
-        """Makes lists of (words, word, what), by which `run` writes addresses: what is a place in scratch memory, one
-        in the memory of the tables, or the number of a tensor."""
-        self.in_scratch, self.in_tables, self.given = [], [], []
-        numbers = ["d_o", "x", "topk_ids", "h", *weights, "dx", *(["dscores"] if with_dscores else []), *wanted]
-
-        def words_of(struct):
-            return memoryview(struct).cast("B").cast("Q")
-
-        def address(words, word: int, name: str) -> None:
-            if name in scratch.of:
-                self.in_scratch.append((words, word, scratch.of[name][0]))
-            elif name in tables:
-                self.in_tables.append((words, word, tables[name]))
-            else:
-                self.given.append((words, word, numbers.index(name)))
-
+    def _fields(self, wanted: list, with_dscores: bool, saves_h: bool, over_h: bool, weights: list) -> list:
+        """[(struct, field, what its address is of)]: a name of scratch memory, of the tables, or of a tensor."""
         second = ("second_x", "x"), ("second_rows", "second_rows")
-        named = [(name, name) for name in tables]
+        named = [(name, name) for name in Tables._fields]
         first = [("x", "d_o"), ("topk_ids", "topk_ids"), ("rows", "rows"), ("routing", "routing"), *named]
         calls = [(self.dispatch, [*first, *([] if self.x_apart else second)])]
         if self.x_apart:
             calls.append((self.second_dispatch, [*second, *named]))
         scores = [("row_dscores", "row_dscores"), ("dscores", "dscores")] if with_dscores else []
         calls.append((self.combine, [("rows", "dx_rows"), *named[:2], ("o", "dx"), *scores]))
-        for args, fields in calls:
-            for field, name in fields:
-                address(words_of(args), field_word(type(args), field), name)
         both = [("d_o", "rows"), ("x", "second_rows"), ("routing", "routing"), ("a_scaled", "a_scaled"),
                 ("workspace", "workspace")]
         dh = [] if over_h else [("dh", "dh")]
-        of_input = [*both, *dh, *[(name, name) for name in weights], ("dx", "dx_rows"),
-                    *([("h", "h")] if saves_h else []), *([("dscores", "row_dscores")] if with_dscores else [])]
-        of_weights = [*both, *(dh or [("dh", "h")]), *[(name, name) for name in wanted]]
-        for call, fields in ((self.input, of_input), (self.weights, of_weights)):
-            for field, name in fields if call is not None else ():
-                address(call.words, field_word(BackwardArgs, field), name)
+        calls.append((self.input.args, [
+            *both, *dh, *[(name, name) for name in weights], ("dx", "dx_rows"), *([("h", "h")] if saves_h else []),
+            *([("dscores", "row_dscores")] if with_dscores else [])]))
+        if self.weights is not None:
+            calls.append((self.weights.args, [*both, *(dh or [("dh", "h")]), *[(name, name) for name in wanted]]))
+        return [(args, field, name) for args, fields in calls for field, name in fields]
 
-    def run(self, session, d_o, x, topk_ids, h, memory, weights: list) -> list:
-        """[dx, dscores if they are wanted, gradients of weights]. weights: those that there are."""
-        lib, handle, check = sessions.load(), session.handle, library.check
-        (make, how), side = self.scratch, session.side
-        scratch, outputs = make(*how), [make(*how) for make, how in self.made]
-        begin, tables = scratch.data_ptr(), memory.data_ptr()
-        for words, word, place in self.in_scratch:
-            words[word] = begin + place
-        for words, word, place in self.in_tables:
-            words[word] = tables + place
-        addresses = [tensor.data_ptr() for tensor in (d_o, x, topk_ids, h, *weights, *outputs)]
-        for words, word, number in self.given:
-            words[word] = addresses[number]
+    def run(self, session, d_o, x, topk_ids, h, memory, weights: list) -> tuple:
+        """Gradients of x, topk_ids, topk_weights and weights, None where nobody wants them. weights: those that there
+        are."""
+        lib, handle, check, side = sessions.load(), session.handle, library.check, session.side
+        needed, gradients = self.fill(memory, d_o, x, topk_ids, h, *weights)
         stream, dispatch = session.stream(), lib.tessera_expert_parallel_dispatch
         if self.x_apart:
             self._begin_rows_of_x(session, d_o, x)
@@ -301,8 +314,9 @@ class PreparedBackward:
             side.wait_until_begun()
         if self.weights is not None:
             check(self.weights.function(*self.weights.addresses, stream))
-        side.join()  # scratch memory is free behind this on the current stream
-        return outputs
+        side.join()
+        del needed  # scratch memory is free behind this on the current stream
+        return gradients
 
     def _begin_rows_of_x(self, session, d_o, x) -> None:
         """d_o is staged, then x while rows of d_o come: two copies at once would both take longer."""

@@ -6,6 +6,7 @@ import contextlib
 import torch
 
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
+MAX_MAINS = 64  # current streams that are kept in mind
 TOKEN_SMS = 8  # the same where tokens come, each once: the link needs no more, and the GEMMs have these
 
 
@@ -14,6 +15,7 @@ class SideStream:
 
     def __init__(self):
         self.stream = self.main = self.begun = None
+        self._mains = {}  # torch's streams by what torch knows them by: making an object takes longer than the rest
 
     def begin(self) -> None:
         """What is enqueued on it from now on waits for what the current stream has, and runs while that goes on."""
@@ -21,11 +23,18 @@ class SideStream:
             self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             self.begun.record(self.stream)  # makes the event
             self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
-        # torch looks the device up each time where its index is missing, and in its own contexts. Its wait_stream()
-        # makes an event each time.
-        self.main = torch.cuda.current_stream(torch._C._cuda_getDevice())
+        current = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
+        self.main = self._mains.get(current) or self._object(current)
+        # torch's wait_stream() makes an event each time.
         self._forked.record(self.main)
         self.stream.wait_event(self._forked)
+
+    def _object(self, current: tuple) -> torch.cuda.Stream:
+        if len(self._mains) >= MAX_MAINS:
+            self._mains.clear()
+        number, device, kind = current
+        stream = self._mains[current] = torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
+        return stream
 
     @contextlib.contextmanager
     def fork(self):

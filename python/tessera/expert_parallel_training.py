@@ -168,7 +168,7 @@ def _run_fused(session: Session, layer: int, x, topk_ids, topk_weights, weights:
         count = _memory_after(topk_ids.numel() if last is None else last, training.row_limit)
     key = "forward pass", count, x.shape, x.stride(), weights[2] is None
     prepared = session.prepared(key, lambda: PreparedForward(session, count, x, topk_ids.shape[1], weights))
-    memory, o, h = prepared.run(session, [x, topk_ids, topk_weights, *[w for w in weights if w is not None]])
+    memory, o, h = prepared.run(session, (x, topk_ids, topk_weights, *[w for w in weights if w is not None]))
     session.passes_counted += 1
     return o, memory, h
 
@@ -259,24 +259,32 @@ class _FusedExperts(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_o):
-        (session, layer, alike), needs, d_o = ctx.made, ctx.needs_input_grad[2:], d_o.contiguous()
-        x, topk_ids, topk_weights, h, memory, number, *weights = ctx.saved_tensors
-        if number is not None:
-            _refuse_capture(x)
-        saved = x, topk_ids, h, memory
-        run = _backward_prepared if alike else _backward_of_any
-        gradients = run(session, needs, d_o, saved, weights, number is not None)
-        if number is not None:
-            count, all_fit = session.routed_rows(session.passes_counted - number.item())
-            session.remember_rows(layer, count)
-            if not all_fit:
-                del gradients  # frees memory for the other pass
-                rows = _dispatch_new(session, layer, d_o, x, topk_ids, topk_weights,
-                                     memory_for(count, session.training.row_limit), False)
-                gradients = _run_backward(session, x, topk_ids, needs, *rows, x.new_empty(0), weights)
-        return None, None, *gradients
+        # once_differentiable turns gradients off in any case, which takes its time.
+        return _once(ctx, d_o) if torch.is_grad_enabled() else _gradients(ctx, d_o)
+
+
+def _gradients(ctx, d_o) -> tuple:
+    """What the backward pass of _FusedExperts returns."""
+    (session, layer, alike), needs, d_o = ctx.made, ctx.needs_input_grad[2:], d_o.contiguous()
+    x, topk_ids, topk_weights, h, memory, number, *weights = ctx.saved_tensors
+    if number is not None:
+        _refuse_capture(x)
+    saved = x, topk_ids, h, memory
+    run = _backward_prepared if alike else _backward_of_any
+    gradients = run(session, needs, d_o, saved, weights, number is not None)
+    if number is not None:
+        count, all_fit = session.routed_rows(session.passes_counted - number.item())
+        session.remember_rows(layer, count)
+        if not all_fit:
+            del gradients  # frees memory for the other pass
+            rows = _dispatch_new(session, layer, d_o, x, topk_ids, topk_weights,
+                                 memory_for(count, session.training.row_limit), False)
+            gradients = _run_backward(session, x, topk_ids, needs, *rows, x.new_empty(0), weights)
+    return None, None, *gradients
+
+
+_once = once_differentiable(_gradients)
 
 
 def _backward_of_any(session: Session, needs: tuple, d_o, saved: tuple, weights, may_overflow: bool) -> tuple:
@@ -289,18 +297,25 @@ def _backward_of_any(session: Session, needs: tuple, d_o, saved: tuple, weights,
 def _backward_prepared(session: Session, needs: tuple, d_o, saved: tuple, weights, may_overflow: bool) -> tuple:
     """The same calls of the library on weights as one launch takes them."""
     x, topk_ids, h, memory = saved
-    side = uses_side_stream(x) and any(needs[3:])
-    over_h = h.dim() == 2 and not keeps_graph() and not (x.is_cuda and captures())
-    x_apart = _rows_of_x_apart(session, needs, x, h)
-    gathered = gathers_tokens(session, Tables.rows(memory, session.desc.experts // session.desc.ranks))
-    key = ("backward pass", needs, memory.shape, x.shape, x.stride(), weights[2] is None, over_h, x_apart, side,
-           may_overflow, gathered)
-    prepared = session.prepared(key, lambda: PreparedBackward(
-        session, d_o, saved, weights, wanted=_wanted_gradients(needs), with_dscores=needs[2], over_h=over_h,
-        may_overflow=may_overflow, side=side, x_apart=x_apart, gathered=gathered))
-    results = iter(prepared.run(session, d_o, x, topk_ids, h, memory, [w for w in weights if w is not None]))
-    dx = next(results)
-    return dx if needs[0] else None, None, *[next(results) if needed else None for needed in needs[2:]]
+    captured = x.is_cuda and captures()
+    over_h = h.dim() == 2 and not keeps_graph() and not captured
+    key = ("backward pass", needs, memory.shape, x.shape, x.stride(), weights[2] is None, over_h, captured,
+           may_overflow)
+    prepared = session.prepared(
+        key, lambda: _prepare_backward(session, needs, d_o, saved, weights, over_h, may_overflow))
+    return prepared.run(session, d_o, x, topk_ids, h, memory, [w for w in weights if w is not None])
+
+
+def _prepare_backward(session: Session, needs: tuple, d_o, saved: tuple, weights, over_h: bool,
+                      may_overflow: bool) -> PreparedBackward:
+    x, _, h, memory = saved
+    wanted = "dx", None, "dscores", *_GRADIENT_OF
+    wanted = [name if needed else None for name, needed in zip(wanted, needs, strict=True)]
+    rows = Tables.rows(memory, session.desc.experts // session.desc.ranks)
+    return PreparedBackward(
+        session, d_o, saved, weights, wanted=(wanted[0], *wanted[2:]), over_h=over_h, may_overflow=may_overflow,
+        side=uses_side_stream(x) and any(needs[3:]), x_apart=_rows_of_x_apart(session, needs, x, h),
+        gathered=gathers_tokens(session, rows))
 
 
 def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows, tables: Tables, h,
@@ -364,8 +379,20 @@ def run(session: Session, layer: int, x, topk_ids, topk_weights, w_up, w_down, b
     if needs_gradients(x, topk_weights, *weights):
         if not session.fuses(*weights):
             return _Experts.apply(session, layer, x, topk_ids, topk_weights, *weights)
-        apply = _apply_directly if direct() else _FusedExperts.apply
-        return apply(session, layer, x, topk_ids, topk_weights, *weights)
+        return run_fused(session, layer, x, topk_ids, topk_weights, *weights)
     if session.fuses(*weights):
         return _launch(session, (), x, topk_ids, topk_weights, weights)
     return _run_unfused(session, layer, x, topk_ids, topk_weights, weights, False)[0]
+
+
+def is_ready(session: Session, x, topk_ids, topk_weights, *weights) -> bool:
+    """Whether a pass on such tensors is one of run_fused, wherever weights begin at a multiple of 16 bytes."""
+    return (needs_gradients(x, topk_weights, *weights) and _dense_rows(x) is x and len(weights) == 2
+            and all(w.is_contiguous() for w in weights) and topk_ids.dtype is torch.int32 and topk_ids.is_contiguous()
+            and topk_weights.dtype is torch.float32 and topk_weights.is_contiguous())
+
+
+def run_fused(session: Session, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up=None, b_down=None):
+    """`run` with gradients, on tensors as a forward pass in one launch takes them."""
+    apply = _apply_directly if direct() else _FusedExperts.apply
+    return apply(session, layer, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)

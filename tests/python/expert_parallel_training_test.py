@@ -244,6 +244,7 @@ class OnCpu(RankCase):
                 mock.patch.object(session_module, "load", return_value=fake):
             for size, first in ((0, ["fork", ("dispatch", 1, 0, None), *begin, ("second_dispatch", 2, 8, 99), *leads]),
                                 (1 << 30, [("dispatch", 1, 0, None)])):
+                session._calls.clear()  # which know whether rows of x come apart
                 with mock.patch.object(training, "SIDE_STREAM_BYTES", size):
                     o = training.run(session, 0, x, ids, scores, w_up, w_down)
                     order.clear()
@@ -408,8 +409,8 @@ class Refusals(unittest.TestCase):
         """Tensors like the last ones are not looked at again, but all others are."""
         experts, fake = self.make(training=1, activation="clamped-swiglu"), mock.Mock(return_value="o")
         bias = {"b_up": torch.zeros(8, 8, dtype=torch.bfloat16), "b_down": torch.zeros(8, 16, dtype=torch.bfloat16)}
-        with mock.patch.object(training, "run", fake), mock.patch.object(torch._C, "_cuda_getDevice", lambda: None,
-                                                                        create=True):
+        with mock.patch.multiple(training, run=fake, run_fused=fake), \
+                mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True):
             for more in ({}, bias) * 2:
                 self.assertEqual(self.call(experts, **more), "o")
                 with self.assertRaisesRegex(ValueError, r"x: .* \[5, 24\]"):
@@ -423,6 +424,21 @@ class Refusals(unittest.TestCase):
                 with self.assertRaisesRegex(ValueError, "topk_ids, topk_weights: .*int16"):
                     self.call(experts, **more, topk_ids=torch.zeros(5, 3, dtype=torch.int16))
         self.assertEqual(fake.call_count, 4)
+
+    def test_tensors_that_one_launch_takes_as_they_are(self):
+        """Each call looks at where weights begin, which is not the same for tensors that are alike otherwise."""
+        experts, calls = self.make(training=1), []
+        functions = {name: lambda *a, name=name: calls.append(name) for name in ("run", "run_fused")}
+        w_up = torch.zeros(8 * 8 * 16 + 1, dtype=torch.bfloat16)
+        off = w_up[1:].view(8, 8, 16).detach().requires_grad_()
+        self.assertNotEqual(off.data_ptr() % 16, 0)
+        on = w_up[:-1].view(8, 8, 16).detach().requires_grad_()
+        with mock.patch.multiple(training, **functions), \
+                mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True):
+            for more in ({"w_up": on}, {"w_up": off}, {"w_up": on}, {"w_up": on, "topk_ids": torch.zeros(
+                    5, 3, dtype=torch.int64)}, {"w_up": on, "x": torch.zeros(5, 24, dtype=torch.bfloat16)[:, :16]}):
+                self.call(experts, **more)
+        self.assertEqual(calls, ["run_fused", "run", "run_fused", "run", "run_fused"])
 
     def test_shapes_before_a_pass_begins(self):
         experts = self.make(training=1)

@@ -142,14 +142,9 @@ class PreparedCall:
 
     def _written_run(self):
         """`run`, written for this call, a line for each pointer: loops over what a call has took twice the time."""
-        names = {"prepared": self, "words": self.words, "here": here, "check": library.check, "torch": torch}
-        lines = ["def run(tensors, buffers=(), step=0):"]
-
-        def line(text: str, **values) -> None:
-            lines.append("    " + text)
-            names.update(values)
-
-        cuda = self.on_gpu
+        written = Written("run(tensors, buffers=(), step=0)", prepared=self, words=self.words, here=here,
+                          check=library.check, torch=torch)
+        line, cuda = written.line, self.on_gpu
         if cuda:
             line("if get_device() != index:", get_device=torch._C._cuda_getDevice, index=self.device.index)
             line("    with torch.cuda.device(index): return run(tensors, buffers, step)")
@@ -162,8 +157,7 @@ class PreparedCall:
             line(f"words[{word}] = t{i}.data_ptr()")
         line("for word, buffer in buffers: words[word] = buffer.data_ptr()")
         for i, output in enumerate(self.outputs):
-            make, how = output.made
-            line(f"o{i} = make{i}(*how{i})", **{f"make{i}": make, f"how{i}": how})
+            written.make(f"o{i}", output.made)
             if output.zeroed:
                 line(f"o{i}.zero_()")
             if output.word is not None:
@@ -171,8 +165,7 @@ class PreparedCall:
         # A CPU thread keeps its workspace, as new memory costs page faults (memory.py). Those of a GPU, and larger
         # ones, come from torch's allocator, call by call.
         if cuda or self.workspace > SCRATCH_BYTES:
-            make, how = maker((self.workspace,), (1,), torch.uint8, self.device)
-            line("workspace = make(*how)", make=make, how=how)
+            written.make("workspace", maker((self.workspace,), (1,), torch.uint8, self.device))
         else:
             line("if here.scratch.numel() < size: here.grow(size)", size=self.workspace)
             line("workspace = here.scratch")
@@ -187,8 +180,27 @@ class PreparedCall:
             if output.converted is not None:
                 line(f"o{i} = o{i}.to(to{i})", **{f"to{i}": output.converted})
         line(f"return [{', '.join([f'o{i}' for i in range(len(self.outputs))])}]")
-        exec(_compiled("\n".join(lines)), names)
-        return names["run"]
+        return written.function()
+
+
+class Written:
+    """A function that is written line by line. head: its name and parameters; values: what it knows by name."""
+
+    def __init__(self, head: str, **values):
+        self.name, self.lines, self.values = head[:head.index("(")], [f"def {head}:"], values
+
+    def line(self, text: str, **values) -> None:
+        self.lines.append("    " + text)
+        self.values.update(values)
+
+    def make(self, name: str, made: tuple) -> None:
+        """A variable of that name, a new tensor of `maker`."""
+        make, how = made
+        self.line(f"{name} = make_{name}(*how_{name})", **{f"make_{name}": make, f"how_{name}": how})
+
+    def function(self):
+        exec(_compiled("\n".join(self.lines)), self.values)
+        return self.values[self.name]
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,6 +7,9 @@
 Each number is of rank 0, in us, the median of 300 steps, the GPU idle when a step begins:
     alone     wall time from the call of forward to the end of backward's, each step behind a barrier;
     in turn   the same without the barrier: this rank's GPU alone is idle;
+    thread    the same with backward on the thread that asks for it: torch.autograd.set_multithreading_enabled(False);
+    stacked   what a layer more takes, in turn: five layers less one of them, divided by four, so that the handing over
+              between torch's threads, once in a step, is in none of it;
     cpu       CPU time of all threads of the process in a step, steps following one another, the best of ten runs;
     replay    wall time of one replay of the captured step, with max_rows.
 A pass without max_rows asks for its number of rows at its end, which is time of the GPU: "alone" and "in turn" are of
@@ -26,7 +29,7 @@ import tessera  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-STEPS, REPLAYS = 300, 1000
+STEPS, REPLAYS, LAYERS = 300, 1000, 5
 
 
 def median_us(step, synchronize) -> float:
@@ -90,22 +93,37 @@ def measure(tokens: int, bounded: bool) -> dict:
     torch.manual_seed(rank)
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     x, d_o = (torch.randn(tokens, d, **options) for _ in range(2))
-    scores, ids = torch.rand(tokens, experts, device="cuda").topk(top_k)
-    ids = ids.int()
-    w_up, w_down = (torch.randn(experts // ranks, *shape, **options) / 32 for shape in ((2 * n, d), (d, n)))
-    leaves = [t.requires_grad_() for t in (x, scores, w_up, w_down)]
     rows = min(ranks * tokens * top_k, tokens * top_k * 3 // 2 + 1024)
     layer = tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts, top_k=top_k,
                                    training=True, max_rows=rows if bounded else None)
 
-    def step():
-        o = layer(x, ids, scores, w_up, w_down)
-        return (o, *torch.autograd.grad(o, leaves, d_o))
+    def tensors() -> tuple:
+        scores, ids = torch.rand(tokens, experts, device="cuda").topk(top_k)
+        weights = (torch.randn(experts // ranks, *shape, **options) / 32 for shape in ((2 * n, d), (d, n)))
+        return ids.int(), *[t.requires_grad_() for t in (scores, *weights)]
 
-    for _ in range(20):
-        step()
+    layers = [tensors() for _ in range(LAYERS)]
+
+    def steps_of(count: int):
+        leaves = [x.requires_grad_(), *[t for _, *differentiable in layers[:count] for t in differentiable]]
+
+        def step():
+            o = x
+            for of_layer in layers[:count]:
+                o = layer(o, *of_layer)
+            return (o, *torch.autograd.grad(o, leaves, d_o))
+
+        for _ in range(20):
+            step()
+        return step
+
+    step, synchronize = steps_of(1), torch.cuda.synchronize
     row = {"tokens": tokens, "max_rows": rows if bounded else None, "alone_us": median_us(step, barrier),
-           "in_turn_us": median_us(step, torch.cuda.synchronize), "cpu_us": cpu_us(step)}
+           "in_turn_us": median_us(step, synchronize), "cpu_us": cpu_us(step)}
+    with torch.autograd.set_multithreading_enabled(False):
+        row["thread_us"] = median_us(step, synchronize)
+    several = steps_of(LAYERS)
+    row["stacked_us"] = round((median_us(several, synchronize) - row["in_turn_us"]) / (LAYERS - 1), 1)
     if bounded:
         graph, results = captured(step)
         barrier()

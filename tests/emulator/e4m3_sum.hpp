@@ -11,20 +11,32 @@ namespace tessera::emulator {
 
 constexpr int kE4m3Products = 32, kE4m3FractionBits = 13;
 
-/// The value cut towards 0 at 13 fraction bits of `largest`.
-inline double cut_e4m3(double value, double largest) {
-  if (largest == 0 || std::isnan(largest)) return value;
-  double const unit = std::ldexp(1.0, std::ilogb(largest) - kE4m3FractionBits);
-  return std::trunc(value / unit) * unit;
-}
+/// Cuts values towards 0 at 13 fraction bits of `largest`.
+class CutE4m3 {
+ public:
+  explicit CutE4m3(double largest) : cuts_(largest != 0 && !std::isnan(largest)) {
+    if (!cuts_) return;
+    int const exponent = std::ilogb(largest) - kE4m3FractionBits;
+    unit_ = std::ldexp(1.0, exponent);
+    units_ = std::ldexp(1.0, -exponent);
+  }
+  double operator()(double value) const {
+    return cuts_ ? std::trunc(value * units_) * unit_ : value;
+  }
+
+ private:
+  bool cuts_;
+  double unit_ = 1.0, units_ = 1.0;
+};
 
 /// An accumulator after 32 products, each of which fp32 holds exactly. NaN where one of them is.
 inline float add_e4m3_products(float accumulator, float const (&products)[kE4m3Products]) {
   double largest = std::fabs(accumulator);
   for (float const p : products) largest = std::max(largest, std::fabs(double{p}));
-  double sum = cut_e4m3(accumulator, largest);
-  for (float const p : products) sum += cut_e4m3(p, largest);
-  return static_cast<float>(cut_e4m3(sum, sum));
+  CutE4m3 const cut(largest);
+  double sum = cut(accumulator);
+  for (float const p : products) sum += cut(p);
+  return static_cast<float>(CutE4m3(sum)(sum));
 }
 
 }  // namespace tessera::emulator

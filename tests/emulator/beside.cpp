@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes on beside the threads: copies, and multiplications.
+#include <algorithm>
+
 #include "core/fp8.hpp"
 #include "tests/emulator/e4m3_sum.hpp"
 #include "tests/emulator/state.hpp"
@@ -42,36 +44,59 @@ Operands& operands_of(Thread& t, std::uint64_t number) {
   return *group.operands[static_cast<std::size_t>(number - group.begin)];
 }
 
-float sum_of(Operands const& o, int row, int column, float sum) {
-  if (!o.e4m3) {
-    for (int k = 0; k < o.k(); ++k) sum += o.rows[row][k] * o.columns[k][column];
-    return sum;
+// Where a column stands in Operands::columns: those of a lane's sums lie side by side.
+int place_of(int column, int columns) {
+  return column / 2 % 4 * (columns / 4) + column / 8 * 2 + column % 2;
+}
+
+constexpr int kTogether = 16;  // columns of a lane whose sums are in registers at once
+
+// sums += row . column for each of some columns, by ascending k.
+void add_bf16_products(Operands const& o, float const (&row)[32], int place, float* sums) {
+  float held[kTogether];
+  std::copy_n(sums, kTogether, held);
+  for (int k = 0; k < 16; ++k) {
+    for (int c = 0; c < kTogether; ++c) held[c] += row[k] * o.columns[k][place + c];
   }
-  float products[kE4m3Products];
-  for (int k = 0; k < kE4m3Products; ++k) products[k] = o.rows[row][k] * o.columns[k][column];
-  return add_e4m3_products(sum, products);
+  std::copy_n(held, kTogether, sums);
+}
+
+void add_e4m3_products_of(Operands const& o, float const (&row)[32], int place, float* sums) {
+  for (int c = 0; c < kTogether; ++c) {
+    float products[kE4m3Products];
+    for (int k = 0; k < kE4m3Products; ++k) products[k] = row[k] * o.columns[k][place + c];
+    sums[c] = add_e4m3_products(sums[c], products);
+  }
 }
 
 void multiply(Thread& t, Multiplication const& m) {
   Operands& o = operands_of(t, m.number);
+  int const columns = m.second != nullptr ? 256 : 128;
   if (!o.read) {
     for (int k = 0; k < o.k(); ++k) {
       for (int row = 0; row < 64 && !o.a_in_registers; ++row) {
         o.rows[row][k] = element(t.cta->shared, o.a, o.a_rows_major, row, k, o.e4m3);
       }
-      for (int c = 0; c < (m.second != nullptr ? 256 : 128); ++c) {
-        o.columns[k][c] = element(t.cta->shared, o.b, o.b_rows_major, c, k, o.e4m3);
+      for (int c = 0; c < columns; ++c) {
+        o.columns[k][place_of(c, columns)] =
+            element(t.cta->shared, o.b, o.b_rows_major, c, k, o.e4m3);
       }
     }
     o.read = true;
   }
   int const lane = static_cast<int>(t.index) % kWarp;
   int const warp = static_cast<int>(t.index) % kWarpgroup / kWarp;
-  for (int i = 0; i < (m.second != nullptr ? 128 : 64); ++i) {
-    float& d = i < 64 ? m.first[i] : m.second[i - 64];
-    int const row = 16 * warp + lane / 4 + 8 * (i / 2 % 2);
-    int const column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-    d = sum_of(o, row, column, m.adds ? d : 0.0f);
+  // Of a lane's sums two are of columns side by side, the next two of the same ones, eight rows below.
+  for (int half = 0; half < 2; ++half) {
+    auto const& row = o.rows[16 * warp + lane / 4 + 8 * half];
+    for (int first = 0; first < columns / 4; first += kTogether) {
+      float* const d = 2 * first < 64 ? m.first + 2 * first : m.second + (2 * first - 64);
+      float sums[kTogether] = {};
+      for (int c = 0; c < kTogether && m.adds; ++c) sums[c] = d[c / 2 * 4 + 2 * half + c % 2];
+      int const place = lane % 4 * (columns / 4) + first;
+      (o.e4m3 ? add_e4m3_products_of : add_bf16_products)(o, row, place, sums);
+      for (int c = 0; c < kTogether; ++c) d[c / 2 * 4 + 2 * half + c % 2] = sums[c];
+    }
   }
   Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
   --o.left;

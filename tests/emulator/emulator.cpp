@@ -5,9 +5,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <stdexcept>
+#include <vector>
 
 #include "tests/emulator/state.hpp"
 
@@ -20,7 +23,13 @@ Watcher* watcher = nullptr;
 
 namespace {
 
-constexpr std::size_t kStackBytes = 256 * 1024;
+constexpr std::size_t kStackBytes = 64 * 1024;
+// Stacks lie in large pages, where the system has such: a turn in a page of its own would cost a walk through the page
+// tables, which takes longer than most turns. Beyond kLargeBytes only what is used has memory.
+constexpr std::size_t kLargePage = 2 << 20, kLargeBytes = 256 << 20;
+constexpr std::size_t kMark = 64;  // bytes at the end of a stack that stay 0
+// Stacks begin at different lines of the caches, which have few places for lines that lie a power of two apart.
+constexpr std::size_t kLinesApart = 5 * 64, kPlaces = 61;
 // Turns in which nothing changes; of many threads each has its turn more rarely.
 constexpr std::uint64_t kStuck = 2'000'000, kStuckOfThread = 500;
 
@@ -80,14 +89,45 @@ std::string waiters() {
   return text;
 }
 
+// Stacks of threads of earlier runs, and new ones.
+std::vector<char*> spare_stacks;
+
+void make_stacks() {
+  static std::size_t made = 0;
+  void* const memory = mmap(nullptr, 2 * kLargePage, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error("no memory for stacks");
+  auto const begin = reinterpret_cast<std::uintptr_t>(memory);
+  char* const page = static_cast<char*>(memory) + (kLargePage - begin % kLargePage) % kLargePage;
+  made += kLargePage;
+  madvise(page, kLargePage, made <= kLargeBytes ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  for (std::size_t at = kLargePage; at != 0; at -= kStackBytes) {
+    spare_stacks.push_back(page + (at - kStackBytes));
+  }
+}
+
+char* take_stack() {
+  if (spare_stacks.empty()) make_stacks();
+  char* const stack = spare_stacks.back();
+  spare_stacks.pop_back();
+  return stack;
+}
+
+void give_back(char* stack) {
+  if (std::any_of(stack, stack + kMark, [](char c) { return c != 0; })) {
+    std::fputs("a thread has used more than its stack\n", stderr);  // and what lies below it
+    std::abort();
+  }
+  spare_stacks.push_back(stack);
+}
+
 std::unique_ptr<Thread> make_thread(Cta* cta, unsigned index) {
   auto t = std::make_unique<Thread>();
   t->cta = cta;
   t->index = index;
-  t->stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (t->stack == MAP_FAILED) throw std::runtime_error("no memory for a stack");
-  t->fiber.prepare(t->stack, kStackBytes, start);
+  t->stack = take_stack();
+  std::size_t const place = reinterpret_cast<std::uintptr_t>(t->stack) / kStackBytes % kPlaces;
+  t->fiber.prepare(t->stack, kStackBytes - place * kLinesApart, start);
   return t;
 }
 
@@ -117,7 +157,7 @@ void build() {
 
 void clear() {
   for (auto const& cta : world.ctas) {
-    for (auto const& t : cta->threads) munmap(t->stack, kStackBytes);
+    for (auto const& t : cta->threads) give_back(t->stack);
     std::free(cta->shared);
   }
   world.ctas.clear();

@@ -96,9 +96,8 @@ std::uint64_t const* exchange(std::uint64_t value, Site const& site) {
   } else {
     sleep_until(&warp, [&warp, generation] { return warp.generation != generation; }, site.file);
   }
-  // Lanes that go on may exchange again before others have read.
-  std::memcpy(t.values[buffer], warp.values[buffer], sizeof t.values[buffer]);
-  return t.values[buffer];
+  // A lane writes here again after the next exchange, when all lanes have read what they got from this one.
+  return warp.values[buffer];
 }
 
 void named_barrier(int id, int threads, bool waits) {

@@ -83,7 +83,7 @@ struct Multiplication {
 
 struct Thread {
   Fiber fiber;
-  void* stack = nullptr;
+  char* stack = nullptr;
   Cta* cta = nullptr;
   unsigned index = 0;
   bool done = false;
@@ -95,7 +95,6 @@ struct Thread {
   std::uint64_t multiplications = 0;
   std::deque<std::vector<Multiplication>> groups;  // committed
   std::vector<Multiplication> open;
-  std::uint64_t values[2][kWarp];
 };
 
 struct Warp {
@@ -116,8 +115,8 @@ struct Operands {
   bool read = false;
   int left = kWarpgroup;  // threads that have not used them
   bool e4m3 = false;
-  float rows[64][32];  // 16 of bf16
-  float columns[32][256];
+  float rows[64][32];      // 16 of bf16
+  float columns[32][256];  // as place_of() has them (beside.cpp)
   [[nodiscard]] int k() const { return e4m3 ? 32 : 16; }
 };
 struct Warpgroup {

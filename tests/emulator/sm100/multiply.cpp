@@ -78,13 +78,14 @@ void write_share(Multiplied const& m, Cells& cells, int column, int ctas, int ra
   Share const own = share_of_a(ctas, i.m, rank);
   for (int row = own.first; row < own.first + own.count; ++row) {
     float sums[256];
-    auto const cell = [&](int n) -> std::uint32_t& {
+    std::uint32_t* cell[256];
+    for (int n = 0; n < i.n; ++n) {
       Cell const at = place_of_d(ctas, i.m, i.n, row, n);
-      return cells.bits[at.lane][column + at.column];
-    };
+      cell[n] = &cells.bits[at.lane][column + at.column];
+    }
     bool const scaled = i.kind == MmaKind::mxf8;
     for (int n = 0; n < i.n; ++n) {
-      sums[n] = adds && !scaled ? std::bit_cast<float>(cell(n)) : 0.0f;
+      sums[n] = adds && !scaled ? std::bit_cast<float>(*cell[n]) : 0.0f;
     }
     for (int k = 0; k < i.k; ++k) {
       float const a = m.a[row][k];
@@ -93,10 +94,10 @@ void write_share(Multiplied const& m, Cells& cells, int column, int ctas, int ra
     }
     for (int n = 0; n < i.n; ++n) {
       if (scaled) {
-        float const old = adds ? std::bit_cast<float>(cell(n)) : 0.0f;
+        float const old = adds ? std::bit_cast<float>(*cell[n]) : 0.0f;
         sums[n] = old + sums[n] * (m.a_scale[row] * m.b_scale[rank][n]);
       }
-      cell(n) = std::bit_cast<std::uint32_t>(sums[n]);
+      *cell[n] = std::bit_cast<std::uint32_t>(sums[n]);
     }
   }
 }

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the wheel, checks what it holds and what it links, and installs it into OUT/site; then as an editable one.
 
-usage: build_wheel.py SOURCE OUT CUDA; CUDA: ON or OFF, whether with CUDA kernels
+usage: build_wheel.py SOURCE OUT CUDA BUILD; CUDA: ON or OFF, whether with CUDA kernels; BUILD: the folder to compile
+in, beside others of the source, whose objects ccache has for it
 """
 
 import pathlib
@@ -44,9 +45,9 @@ def editable_complaints(source: pathlib.Path, out: pathlib.Path, *options) -> li
 
 
 def main() -> int:
-    source, out, cuda = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+    source, out, cuda, build = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), *sys.argv[3:]
     shutil.rmtree(out, ignore_errors=True)
-    options = ["--config-settings", f"cmake.define.TESSERA_CUDA={cuda}", "--config-settings", f"build-dir={out}-wheel"]
+    options = ["--config-settings", f"cmake.define.TESSERA_CUDA={cuda}", "--config-settings", f"build-dir={build}"]
     pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", out / "dist", *options)
     (wheel,) = (out / "dist").iterdir()
     pip("install", "--no-deps", "--no-index", "--target", out / "site", wheel)

@@ -101,11 +101,10 @@ class PreparedForward:
             # Strides of an empty tensor mean nothing.
             plain = strides is None or 0 in shape
             describe(name, getattr(args, name), shape, contiguous_strides(shape) if plain else strides, dtype, device)
-        # In the order of `run`: inputs, then outputs, of which the last may be an h that is not saved.
-        inputs = [name for name in described if name not in outputs]
+        inputs = [name for name in described if name not in outputs]  # in the order of `run`
         written = Written(f"fill({', '.join(inputs)})", words=memoryview(args).cast("B").cast("Q"))
-        made = {"tables": memory} | {name: described[name] for name in outputs}
-        for name, (shape, _, dtype) in (made | ({} if "h" in made else {"h": ((0,), None, x.dtype)})).items():
+        h = described.get("h", ((0,), None, x.dtype))
+        for name, (shape, _, dtype) in {"tables": memory, "o": described["o"], "h": h}.items():
             written.make(name, maker(shape, contiguous_strides(shape), dtype, device))
         written.line("begin = tables.data_ptr()")
         for name, place in zip(tables, Tables.places(rows), strict=True):
@@ -156,7 +155,7 @@ def _written_fill(fields: list, scratch: _Places, tables: dict, weights: list, m
         written.make(name, how)
     words, in_scratch, elsewhere = {}, [], {}
     for args, field, name in fields:
-        # By their own addresses, as structs of one type are equal to nothing.
+        # A struct is known by its address: two structs of ctypes never compare equal, and have no hash.
         of, word = words.setdefault(addressof(args), f"words{len(words)}"), field_word(type(args), field)
         written.values[of] = memoryview(args).cast("B").cast("Q")
         if name in scratch.of:

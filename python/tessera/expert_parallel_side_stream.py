@@ -6,8 +6,8 @@ import contextlib
 import torch
 
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
-MAX_MAINS = 64  # current streams that are kept in mind
 TOKEN_SMS = 8  # the same where tokens come, each once: the link needs no more, and the GEMMs have these
+MAX_MAINS = 64  # current streams that are kept in mind
 
 
 class SideStream:

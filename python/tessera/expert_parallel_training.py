@@ -309,11 +309,11 @@ def _backward_prepared(session: Session, needs: tuple, d_o, saved: tuple, weight
 def _prepare_backward(session: Session, needs: tuple, d_o, saved: tuple, weights, over_h: bool,
                       may_overflow: bool) -> PreparedBackward:
     x, _, h, memory = saved
-    wanted = "dx", None, "dscores", *_GRADIENT_OF
-    wanted = [name if needed else None for name, needed in zip(wanted, needs, strict=True)]
+    names = "dx", "dscores", *_GRADIENT_OF
+    wanted = tuple([name if needed else None for name, needed in zip(names, (needs[0], *needs[2:]), strict=True)])
     rows = Tables.rows(memory, session.desc.experts // session.desc.ranks)
     return PreparedBackward(
-        session, d_o, saved, weights, wanted=(wanted[0], *wanted[2:]), over_h=over_h, may_overflow=may_overflow,
+        session, d_o, saved, weights, wanted=wanted, over_h=over_h, may_overflow=may_overflow,
         side=uses_side_stream(x) and any(needs[3:]), x_apart=_rows_of_x_apart(session, needs, x, h),
         gathered=gathers_tokens(session, rows))
 
@@ -385,10 +385,10 @@ def run(session: Session, layer: int, x, topk_ids, topk_weights, w_up, w_down, b
     return _run_unfused(session, layer, x, topk_ids, topk_weights, weights, False)[0]
 
 
-def is_ready(session: Session, x, topk_ids, topk_weights, *weights) -> bool:
-    """Whether a pass on such tensors is one of run_fused, wherever weights begin at a multiple of 16 bytes."""
-    return (needs_gradients(x, topk_weights, *weights) and _dense_rows(x) is x and len(weights) == 2
-            and all(w.is_contiguous() for w in weights) and topk_ids.dtype is torch.int32 and topk_ids.is_contiguous()
+def is_ready(x, topk_ids, topk_weights, *weights) -> bool:
+    """Whether a pass on such tensors is one of run_fused as they are, where the session fuses their weights."""
+    return (needs_gradients(x, topk_weights, *weights) and len(weights) == 2 and _dense_rows(x) is x
+            and topk_ids.dtype is torch.int32 and topk_ids.is_contiguous()
             and topk_weights.dtype is torch.float32 and topk_weights.is_contiguous())
 
 

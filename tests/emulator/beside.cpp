@@ -44,7 +44,7 @@ Operands& operands_of(Thread& t, std::uint64_t number) {
   return *group.operands[static_cast<std::size_t>(number - group.begin)];
 }
 
-// Where a column stands in Operands::columns: those of a lane's sums lie side by side.
+// Operands::columns holds the columns of a lane's sums side by side. This is where a column stands there.
 int place_of(int column, int columns) {
   return column / 2 % 4 * (columns / 4) + column / 8 * 2 + column % 2;
 }
@@ -55,7 +55,7 @@ constexpr int kTogether = 16;  // columns of a lane whose sums are in registers 
 void add_bf16_products(Operands const& o, float const (&row)[32], int place, float* sums) {
   float held[kTogether];
   std::copy_n(sums, kTogether, held);
-  for (int k = 0; k < 16; ++k) {
+  for (int k = 0; k < Operands::kBf16; ++k) {
     for (int c = 0; c < kTogether; ++c) held[c] += row[k] * o.columns[k][place + c];
   }
   std::copy_n(held, kTogether, sums);
@@ -86,7 +86,7 @@ void multiply(Thread& t, Multiplication const& m) {
   }
   int const lane = static_cast<int>(t.index) % kWarp;
   int const warp = static_cast<int>(t.index) % kWarpgroup / kWarp;
-  // Of a lane's sums two are of columns side by side, the next two of the same ones, eight rows below.
+  // A lane's sums come in fours: two neighbouring columns of a row, then these columns of the row eight below.
   for (int half = 0; half < 2; ++half) {
     auto const& row = o.rows[16 * warp + lane / 4 + 8 * half];
     for (int first = 0; first < columns / 4; first += kTogether) {

@@ -117,7 +117,8 @@ struct Operands {
   bool e4m3 = false;
   float rows[64][32];      // 16 of bf16
   float columns[32][256];  // as place_of() has them (beside.cpp)
-  [[nodiscard]] int k() const { return e4m3 ? 32 : 16; }
+  static constexpr int kBf16 = 16, kE4m3 = 32;
+  [[nodiscard]] int k() const { return e4m3 ? kE4m3 : kBf16; }
 };
 struct Warpgroup {
   std::deque<std::unique_ptr<Operands>> operands;

@@ -8,6 +8,9 @@
 A run that is over is in the state file, with its loss at every step and on held-out text; the same command goes on with
 those that are missing, and --seconds ends it between runs. torch-grouped-mm beside hf-grouped-mm, and NAME#2, a copy of
 NAME, say how far two roundings of one model come apart.
+
+Runs of one seed are thrown apart by the first hundred steps, in which the loss falls fast: which of them is a few steps
+ahead is chance, a program's own copies included. With --shared-steps the first of --experts trains these for all.
 """
 
 import argparse
@@ -43,16 +46,21 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_flags(parser, steps=500, sequences=8, learning_rate=3e-4)
     parser.add_argument("--experts", default="tessera,torch-grouped-mm", help="of " + ", ".join(experts.NAMES))
+    parser.add_argument("--shared-steps", type=int, default=0, help="of --steps, which the first of --experts trains "
+                        "for all; the runs of a seed then begin and end in one command (0)")
     return parser.parse_args()
 
 
-def train(a, trainer: training.Trainer, data, implementation, seed: int, evaluated=None, at_step=None) -> dict:
-    """Losses of the steps and of held-out text. evaluated: experts for the latter, if others than those that train;
-    at_step: called with the number of each step before it."""
+def train(a, trainer: training.Trainer, data, implementation, seed: int, evaluated=None, at_step=None, first: int = 1,
+          last: int | None = None) -> dict:
+    """Losses of steps `first` to `last` (all of --steps) and of held-out text. evaluated: experts for the latter, if
+    others than those that train; at_step: called with the number of each step before it. Step 1 begins with the seed's
+    weights, a later one with those that the trainer has."""
     here, losses, held_out = trainer.here, [], {}
     trainer.model.use(implementation)
-    trainer.reset(seed)
-    for step in range(1, a.steps + 1):
+    if first == 1:
+        trainer.reset(seed)
+    for step in range(first, (last or a.steps) + 1):
         if at_step is not None:
             at_step(step)
         batch = data.batch(seed, step, a.sequences, trainer.c.context, here.rank, here.count, here.device)
@@ -67,6 +75,26 @@ def train(a, trainer: training.Trainer, data, implementation, seed: int, evaluat
     return {"losses": [round(loss, 6) for loss in (mean / here.count).tolist()], "held_out": held_out}
 
 
+class Branches:
+    """Runs that have their first --shared-steps in common: the weights and moments after these, of one seed."""
+
+    def __init__(self, a, trainer: training.Trainer, data, first):
+        self.a, self.trainer, self.data, self.first = a, trainer, data, first
+        self.seed = self.begun = self.state = None
+
+    def train(self, implementation, seed: int) -> dict:
+        a = self.a
+        if a.shared_steps == 0:
+            return train(a, self.trainer, self.data, implementation, seed)
+        if self.seed != seed:
+            self.state = None  # before there is another
+            self.begun = train(a, self.trainer, self.data, self.first, seed, last=a.shared_steps)
+            self.seed, self.state = seed, self.trainer.state()
+        self.trainer.restore(self.state)
+        done = train(a, self.trainer, self.data, implementation, seed, first=a.shared_steps + 1)
+        return {"losses": self.begun["losses"] + done["losses"], "held_out": self.begun["held_out"] | done["held_out"]}
+
+
 def opened(a, here, pinned: dict) -> dict:
     """What --state holds, or a new one; a Stop where it is of another command."""
     state = json.loads(a.state.read_text(encoding="utf-8")) if a.state.exists() else {
@@ -77,11 +105,14 @@ def opened(a, here, pinned: dict) -> dict:
     return state
 
 
-def complete(a, here, state: dict, names: list[str], seeds: list[str], one) -> bool:
+def complete(a, here, state: dict, names: list[str], seeds: list[str], one, together: bool = False) -> bool:
     """Adds one(name, seed) for all that state lacks, seed by seed, and keeps it in --state; False where --seconds
-    ended it before."""
+    ended it before. together: a seed that lacks a run has none, as its runs are of one command."""
     start, longest = time.monotonic(), 0.0
     for seed in seeds:
+        if together and any(f"{name} {seed}" not in state["runs"] for name in names):
+            for name in names:
+                state["runs"].pop(f"{name} {seed}", None)
         for name in names:
             if f"{name} {seed}" in state["runs"]:
                 continue
@@ -115,12 +146,15 @@ def sizes(a, c) -> dict:
 
 def run(a) -> None:
     c, names, seeds = training.configuration(a), a.experts.split(","), numbers(a.seeds)
+    if not 0 <= a.shared_steps < a.steps:
+        raise training.Stop(f"--shared-steps {a.shared_steps}: must be less than --steps {a.steps}, and not negative")
     with training.ranks() as here:
-        state = opened(a, here, sizes(a, c))
-        data = training.corpus(a, c, here)
-        trainer = training.Trainer(c, here, training.load(names[0].split("#")[0]), a)
-        if not complete(a, here, state, names, seeds, lambda name, seed: train(
-                a, trainer, data, training.load(name.split("#")[0]), seed)):
+        shared = {"shared_steps": a.shared_steps} if a.shared_steps else {}
+        state = opened(a, here, sizes(a, c) | shared)
+        data, first = training.corpus(a, c, here), training.load(names[0].split("#")[0])
+        branches = Branches(a, training.Trainer(c, here, first, a), data, first)
+        if not complete(a, here, state, names, seeds, lambda name, seed: branches.train(
+                training.load(name.split("#")[0]), seed), together=a.shared_steps > 0):
             return
         for line in loss_gaps.lines(loss_gaps.gaps(state["runs"], names, seeds, names[0]), names[0]):
             here.say(line)

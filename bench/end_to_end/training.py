@@ -220,6 +220,20 @@ class Trainer:
         self.optimizer.state.clear()
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
+    def state(self) -> list:
+        """Copies of this rank's weights and moments, to `restore`."""
+        return [(parameter.to_local().clone(), {name: value.clone() for name, value in
+                                                self.optimizer.state.get(parameter, {}).items()})
+                for parameter in self.model.parameters()]
+
+    @torch.no_grad()
+    def restore(self, state: list) -> None:
+        for parameter, (weights, moments) in zip(self.model.parameters(), state, strict=True):
+            parameter.to_local().copy_(weights)
+            self.optimizer.state[parameter] = {name: value.clone() for name, value in moments.items()}
+        self.optimizer.zero_grad()
+
     def backend(self):
         """The one attention that all implementations use."""
         return sdpa_kernel(BACKENDS[self.attention]) if self.here.on_gpu else contextlib.nullcontext()

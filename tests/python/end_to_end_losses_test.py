@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/end_to_end: losses of several libraries over seeds, and what may be said of their differences."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -9,6 +10,7 @@ import pathlib
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench" / "end_to_end"))
@@ -16,6 +18,7 @@ sys.path.insert(0, str(ROOT / "bench" / "end_to_end"))
 import intervals  # noqa: E402
 import loss_gaps  # noqa: E402
 import losses  # noqa: E402
+import training  # noqa: E402
 
 
 class Intervals(unittest.TestCase):
@@ -89,16 +92,21 @@ class Gaps(unittest.TestCase):
         self.assertEqual(written["gaps"]["near"]["gap"], 0.0)
 
     def test_runs_of_the_program_that_trains(self):
-        """Two libraries and a copy of one, from the same seed: the copy has its losses, the other nearly."""
+        """Two libraries and a copy of one, from the same seed: the copy has its losses, the other nearly. A run that
+        shares its first steps with itself is the one that does not."""
         with tempfile.TemporaryDirectory() as folder:
-            place = pathlib.Path(folder) / "losses.json"
-            sys.argv = ["losses.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"),
-                        "--text-bytes", "200000", "--cache", folder, "--text-vocabulary", "300", "--experts",
-                        "torch-grouped-mm,torch-grouped-mm#2,tessera", "--seeds", "0,1", "--steps", "6", "--warm-up",
-                        "2", "--sequences", "2", "--held-out-every", "3", "--state", str(place)]
-            with contextlib.redirect_stdout(io.StringIO()):
-                losses.run(losses.arguments())
-            runs = json.loads(place.read_text())["runs"]
+            place, shared = pathlib.Path(folder) / "losses.json", pathlib.Path(folder) / "shared.json"
+            command = ["losses.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"),
+                       "--text-bytes", "200000", "--cache", folder, "--text-vocabulary", "300", "--steps", "6",
+                       "--warm-up", "2", "--sequences", "2", "--held-out-every", "3"]
+            for more in (["--experts", "torch-grouped-mm,torch-grouped-mm#2,tessera", "--seeds", "0,1", "--state",
+                          str(place)],
+                         ["--experts", "torch-grouped-mm,torch-grouped-mm#2,tessera", "--seeds", "0", "--state",
+                          str(shared), "--shared-steps", "4"]):
+                sys.argv = command + more
+                with contextlib.redirect_stdout(io.StringIO()):
+                    losses.run(losses.arguments())
+            runs, branches = (json.loads(file.read_text())["runs"] for file in (place, shared))
             picture = place.with_suffix(".gp").read_text()
         self.assertEqual(len(runs), 6)
         found = loss_gaps.gaps(runs, ["torch-grouped-mm#2", "tessera"], ["0", "1"], "torch-grouped-mm")
@@ -108,6 +116,18 @@ class Gaps(unittest.TestCase):
         self.assertLess(runs["tessera 0"]["losses"][0], math.log(512) + 0.3)
         self.assertEqual(sorted(runs["tessera 0"]["held_out"]), ["3", "6"])
         self.assertIn("tessera", picture)
+        self.assertEqual(branches["torch-grouped-mm 0"], runs["torch-grouped-mm 0"])
+        self.assertEqual(branches["torch-grouped-mm#2 0"], runs["torch-grouped-mm 0"])
+        self.assertEqual(branches["tessera 0"]["losses"][:4], runs["torch-grouped-mm 0"]["losses"][:4])
+
+    def test_a_seed_whose_runs_are_of_one_command_is_whole_or_run_again(self):
+        a, here = argparse.Namespace(seconds=math.inf, steps=1), training.Ranks(1, 1, None)
+        for together, wanted in ((False, ["b 0", "a 1", "b 1"]), (True, ["a 0", "b 0", "a 1", "b 1"])):
+            ran = []
+            with unittest.mock.patch.object(training.Ranks, "worst", lambda here, *values: values):
+                losses.complete(a, here, {"runs": {"a 0": run(1.0)}}, ["a", "b"], ["0", "1"], lambda name, seed: (
+                    ran.append(f"{name} {seed}"), {"losses": [1.0], "held_out": {"1": 1.0}})[1], together)
+            self.assertEqual(ran, wanted)
 
 
 if __name__ == "__main__":

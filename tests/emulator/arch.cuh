@@ -139,6 +139,15 @@ inline uint32_t max_magnitudes_bf16(uint32_t largest, uint32_t pair) {
   return std::max(largest & 0xffffu, pair & 0x7fffu) |
          std::max(largest & 0xffff0000u, pair & 0x7fff0000u);
 }
+inline uint32_t larger_magnitudes_bf16(uint32_t first, uint32_t second) {
+  uint32_t larger = 0;
+  for (int shift : {0, 16}) {
+    uint32_t const a = first >> shift & 0xffffu, b = second >> shift & 0xffffu;
+    uint32_t const magnitude = std::max(a & 0x7fffu, b & 0x7fffu);
+    larger |= (magnitude > 0x7f80u ? 0x7fffu : magnitude | ((a ^ b) & 0x8000u)) << shift;
+  }
+  return larger;
+}
 
 // mbarrier.cuh
 
@@ -217,9 +226,6 @@ T load_wanted(void const* from, bool wanted) {
 inline uint4 load_streaming_16(void const* from, bool wanted) {
   return load_wanted<uint4>(from, wanted);
 }
-inline uint2 load_streaming_8(void const* from, bool wanted) {
-  return load_wanted<uint2>(from, wanted);
-}
 inline float load_bf16(void const* from, bool wanted) {
   return __uint_as_float(uint32_t{load_wanted<uint16_t>(from, wanted)} << 16);
 }
@@ -243,6 +249,9 @@ void store_shared(uint32_t smem, T const& value) {
   emulator::wrote_shared(shared_at(smem), sizeof value);
 }
 inline void store_shared_4(uint32_t smem, float value) { store_shared(smem, value); }
+inline void store_shared_4(uint32_t smem, float value, bool wanted) {
+  if (wanted) store_shared_4(smem, value);
+}
 inline void store_shared_8(uint32_t smem, float first, float second) {
   store_shared_4(smem, first);
   store_shared_4(smem + 4, second);
@@ -499,11 +508,6 @@ void tma_store_wait_read() {
 inline void bulk_load(void* smem_dst, void const* gmem_src, uint32_t bytes, Mbarrier* full) {
   emulator::load_later(full, bytes, [=] { std::memcpy(smem_dst, gmem_src, bytes); });
 }
-inline void bulk_prefetch(void const* gmem_src, uint32_t bytes) {
-  if (reinterpret_cast<uintptr_t>(gmem_src) % 16 != 0 || bytes % 16 != 0) {
-    emulator::fail("a bulk copy that is not of whole 16 bytes");
-  }
-}
 inline void bulk_store(void* gmem_dst, void const* smem_src, uint32_t bytes) {
   auto const values = std::make_shared<std::vector<unsigned char>>(bytes);
   emulator::store_later([=] { std::memcpy(values->data(), smem_src, bytes); },
@@ -516,8 +520,11 @@ void bulk_store_wait() {
 
 // wgmma.cuh
 
+inline uint64_t wgmma_descriptor_k_major(uint32_t smem) {
+  return uint64_t{1024 / 16} << 32 | smem >> 4;
+}
 inline uint64_t wgmma_descriptor_k_major(void const* smem) {
-  return uint64_t{1024 / 16} << 32 | shared_address(smem) >> 4;
+  return wgmma_descriptor_k_major(shared_address(smem));
 }
 constexpr uint64_t kWgmmaDescriptorK16 = 32 / 16;
 template <int kGroupBytes = 1024, int kBoxBytes = 8192>

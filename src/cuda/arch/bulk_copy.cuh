@@ -26,11 +26,6 @@ __device__ __forceinline__ void bulk_store(void* gmem_dst, void const* smem_src,
                : "memory");
 }
 
-// Brings a run of bytes into L2, for loads that follow.
-__device__ __forceinline__ void bulk_prefetch(void const* gmem_src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(gmem_src), "r"(bytes) : "memory");
-}
-
 // At most `kPending` of this thread's store groups, those of tma_store() too, are still to be written. Only then may
 // their data be announced to others; tma_store_wait_read frees the shared memory and no more.
 template <int kPending>

@@ -49,4 +49,11 @@ __device__ __forceinline__ uint32_t max_magnitudes_bf16(uint32_t largest, uint32
   return __vmaxu2(largest, pair & 0x7fff7fffu);
 }
 
+// Returns the larger magnitudes of each half of two pairs of bf16, with either sign; NaN where either is.
+__device__ __forceinline__ uint32_t larger_magnitudes_bf16(uint32_t first, uint32_t second) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(first), "r"(second));
+  return larger;
+}
+
 }  // namespace tessera::cuda::arch

@@ -29,23 +29,6 @@ __device__ __forceinline__ uint4 load_streaming_16(void const* gmem_src, bool wa
   return bits;
 }
 
-// The same of 8 bytes.
-__device__ __forceinline__ uint2 load_streaming_8(void const* gmem_src, bool wanted) {
-  uint2 bits;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "mov.u32 %0, 0;\n"
-      "mov.u32 %1, 0;\n"
-      "@p ld.global.cs.v2.u32 {%0, %1}, [%2];\n"
-      "}"
-      : "=r"(bits.x), "=r"(bits.y)
-      : "l"(gmem_src), "r"(static_cast<uint32_t>(wanted))
-      : "memory");
-  return bits;
-}
-
 // A bf16 that others read, too.
 __device__ __forceinline__ float load_bf16(void const* gmem_src, bool wanted) {
   uint32_t bits;

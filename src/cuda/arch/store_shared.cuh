@@ -12,6 +12,18 @@ __device__ __forceinline__ void store_shared_4(uint32_t smem_dst, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_dst), "f"(value) : "memory");
 }
 
+// The same where `wanted` is true: a predicate rather than a branch.
+__device__ __forceinline__ void store_shared_4(uint32_t smem_dst, float value, bool wanted) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p st.shared.f32 [%0], %1;\n"
+      "}" ::"r"(smem_dst),
+      "f"(value), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 __device__ __forceinline__ void store_shared_8(uint32_t smem_dst, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_dst), "f"(first), "f"(second)
                : "memory");

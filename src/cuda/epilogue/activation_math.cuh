@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../arch/approx_math.cuh"
+#include "../arch/warp.cuh"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda::gemm {
@@ -107,6 +108,28 @@ struct ActivationFunction {
         return {phi, da * slope, 0.0f};
       }
     }
+  }
+
+  // Of a row whose gates and ups are codes times a scale each: its score, and factors that contain the scales.
+  struct Factors {
+    float score, half_gate, half_up, score_up;
+  };
+  __device__ __forceinline__ static Factors factors(float score, float gate_scale, float up_scale) {
+    return {.score = score,
+            .half_gate = 0.5f * gate_scale,
+            .half_up = __uint_as_float(arch::forgotten(__float_as_uint(0.5f * up_scale))),
+            .score_up = score * up_scale};
+  }
+  // a / up_scale, and the gradients for score * da, of codes g and u: scales are multiplied where a factor stands anyway.
+  __device__ __forceinline__ static ActivationGradient backward_of_codes(Factors const& f, float g,
+                                                                         float u, float da) {
+    static_assert(kKind == ActivationKind::swiglu);
+    float const half = f.half_gate * g, th = arch::tanh_approx(half);
+    float const phi = fmaf(half, th, half);
+    float const up_sigmoid = fmaf(f.half_up, th, f.half_up);
+    float const up_slope = fmaf(phi, fmaf(-f.half_up, th, f.half_up), up_sigmoid);
+    float const scored = f.score * da;
+    return {phi * u, scored * up_slope * u, scored * phi};
   }
 
   __device__ __forceinline__ static float forward(Activation const& act, float g, float u) {

@@ -89,7 +89,7 @@ struct EpilogueConfig {
   EpilogueMode mode = EpilogueMode::kInline;
   int slabs = 2;        // 64x64 staging buffers per consumer warpgroup
   int lent_stages = 0;  // stages that the ring lends to each tile's epilogue
-  int row_numbers = 0;  // fp32 of each row that an epilogue apart asks for
+  int row_numbers = 0;  // 4 bytes of each row, in two turns, of an epilogue apart that reads
   bool outer_product =
       false;  // one more k16 step adds an outer product of every segment (outer_product.cuh)
   bool operator==(EpilogueConfig const&) const = default;

@@ -9,12 +9,15 @@
 // Schedule as up_projection_fwd_e4m3, of tiles of 128 x 256 of t
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | next tile: fill s0           (wait empty, arrive full)
 //   WG1,2 consumers |         | group 0, promote, group 1, promote | .. | hold t   (wait full, arrive empty)
-//   WG3 stores      | ask for scores, scales of h, h8 to L2 | derivative, codes, stores  (wait held, arrive stored)
+//   WG3 stores      | ask for numbers of the next tile, codes of h two pieces ahead | derivative, codes, stores
+//                   |                                                          (wait held, arrive stored)
 // Barriers as there
 // Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of d; t rounded once to
 //          bf16, what is stored once more; ds in fp32 over 128 columns; bitwise repeatable: yes
 // Requires d, n multiples of 128; w8_down as quantise_weights() transposes it; no bias. dh8 may lie over h8
 #pragma once
+
+#include <limits>
 
 #include "../epilogue/activation_gradient_e4m3.cuh"
 #include "../gemm/sm90/roles_scaled.cuh"
@@ -47,6 +50,9 @@ cudaError_t make_down_projection_dgrad_e4m3_params(DownProjectionDgradE4m3Params
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, n = args.intermediate;
   if (d % gemm::kScaleBlock != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
+  auto const none_of = [](void const* output) {
+    return output == nullptr ? std::numeric_limits<int>::max() : 0;
+  };
   p.scales = {.gmem_a = args.gmem_d_o_scales,
               .a_row_step = d / gemm::kScaleBlock,
               .a_k_step = 1,
@@ -63,7 +69,10 @@ cudaError_t make_down_projection_dgrad_e4m3_params(DownProjectionDgradE4m3Params
                 .gmem_partials = args.gmem_ds_partials,
                 .scale_pitch = padded_scale_rows(args.rows),
                 .activation = args.activation,
-                .columns = int(n)};
+                .columns = int(n),
+                .none_of_dh = none_of(args.gmem_dh),
+                .none_of_dh8 = none_of(args.gmem_dh8),
+                .none_of_a_scaled = none_of(args.gmem_a_scaled)};
   return host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_d_o, args.rows, d},
                                            .gmem_index = args.gmem_gather_index,
                                            .b = {{.gmem = args.gmem_w_down_t}, {}},

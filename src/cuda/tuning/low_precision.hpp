@@ -42,11 +42,11 @@ struct UpProjectionDgradE4m3Config {
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 
-// A score of each row, and four scales of its codes of h.
+// Of each row its score, four scales of its codes of h, a sum, and as much as eight for codes.
 template <ActivationKind kKind>
 struct DownProjectionDgradE4m3Config {
   static constexpr ActivationKind activation = kKind;
-  static constexpr gemm::GemmConfig gemm = one_half_e4m3(5);
+  static constexpr gemm::GemmConfig gemm = one_half_e4m3(14);
 };
 
 }  // namespace tessera::cuda

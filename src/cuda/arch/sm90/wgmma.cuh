@@ -17,11 +17,14 @@ namespace tessera::cuda::arch {
 // apart. The buffer is 1024-byte aligned; the next k16 lies 32 bytes further inside the same atom.
 //   bits 0-13 address/16 | 16-29 leading stride/16 (unused here) | 32-45 stride of 8 rows/16 | 62-63
 //   swizzle, 1 = 128 bytes
-__device__ __forceinline__ uint64_t wgmma_descriptor_k_major(void const* smem) {
+__device__ __forceinline__ uint64_t wgmma_descriptor_k_major(uint32_t smem) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroupStride = uint64_t{1024 / 16} << 32;
   constexpr uint64_t kLeadingStride = uint64_t{1} << 16;
-  return kSwizzle128 | kGroupStride | kLeadingStride | ((shared_address(smem) & 0x3ffff) >> 4);
+  return kSwizzle128 | kGroupStride | kLeadingStride | ((smem & 0x3ffff) >> 4);
+}
+__device__ __forceinline__ uint64_t wgmma_descriptor_k_major(void const* smem) {
+  return wgmma_descriptor_k_major(shared_address(smem));
 }
 
 constexpr uint64_t kWgmmaDescriptorK16 = 32 / 16;

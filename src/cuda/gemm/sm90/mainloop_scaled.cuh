@@ -84,11 +84,17 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
   TESSERA_UNROLL
   for (int i = 0; i < kGroupColumns; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
   bool full = false;
+  // Descriptors of the first stage are held: worked out anew, an address of shared memory waits for a special register.
+  uint32_t const smem_a = arch::forgotten(arch::shared_address(smem.a));
+  uint64_t const first_a =
+      arch::wgmma_descriptor_k_major(smem_a + row * static_cast<uint32_t>(kGemm.tile.k));
+  uint64_t const first_b =
+      arch::wgmma_descriptor_k_major(smem_a + static_cast<uint32_t>(sizeof(smem.a)));
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
     if (!full) wait_full<kGemm>(smem, state);
-    uint64_t const a = arch::wgmma_descriptor_k_major(&smem.a[stage][row * kGemm.tile.k]);
-    uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
+    uint64_t const a = first_a + stage * (sizeof(smem.a[0]) / 16);
+    uint64_t const b = first_b + stage * (sizeof(smem.b[0]) / 16);
     ScaleFactors factors;
     TESSERA_UNROLL
     for (int group = 0; group < 2; ++group) {
@@ -135,7 +141,7 @@ __device__ __forceinline__ void consume_scaled(ScaledStorage<kGemm>& smem, GemmP
 }
 
 // Stores what consumers hold: a warp the rows of the same warp of either. An epilogue that reads asks for a tile's
-// when half of the one before has been stored.
+// numbers before the one ahead of it is stored, and for those that these lead to when half of that has been.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
                                              typename Epilogue::Params const& epilogue_params) {
@@ -144,12 +150,18 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
   constexpr bool kReads = kGemm.epilogue.row_numbers != 0;
   arch::release_registers<kGemm.epilogue_registers()>();
   WorkQueue<kGemm> queue(smem);
-  WorkTile tile;
+  WorkTile tile = {}, ahead = {};
   uint32_t phases = 0;  // of held[], a bit for either consumer: the first has rows of every tile
-  if (kReads && queue.peek(tile)) Epilogue(smem, epilogue_params).begin(tile, 0);
+  Epilogue epilogue(smem, epilogue_params);
+  if constexpr (kReads) {
+    if (queue.peek(tile)) epilogue.start(tile);
+  }
   while (queue.read(tile)) {
-    Epilogue epilogue(smem, epilogue_params);
     uint32_t const turn = phases & 1;
+    if constexpr (kReads) {
+      if (!queue.peek(ahead)) ahead = {};
+      epilogue.begin(ahead, turn ^ 1);
+    }
 #pragma unroll 1
     for (int consumer = 0; consumer < 2 && tile.rows > consumer * kSubtileM; ++consumer) {
       int const warp = 4 * consumer + arch::warp_idx() % 4;
@@ -159,12 +171,12 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
       __syncwarp();
       if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.stored[warp]);
       __syncwarp();
-      if (kReads && consumer == 0) {
-        WorkTile ahead;
-        if (queue.peek(ahead)) epilogue.begin(ahead, turn ^ 1);
+      if constexpr (kReads) {
+        if (consumer == 0) epilogue.follow(ahead, turn ^ 1);
       }
     }
   }
+  if constexpr (kReads) epilogue.finish();
 }
 
 }  // namespace tessera::cuda::gemm

@@ -340,8 +340,8 @@ class ActivationGradientE4m3Epilogue {
   uint32_t smem_numbers_;
   WorkTile ahead_ = {};
   Fetched fetched_ = {};
-  // Of the piece at hand: a lane's place in h, as gate, in the first slab; the rows of the expert from its row on; its t;
-  // numbers of its row, from where the group's scales have the places of the first group's.
+  // These are of the piece at hand: a lane's place in h, as gate, in the first slab; the rows of the expert from its
+  // row on; its t; numbers of its row, from where the group's scales have the places of the first group's.
   int64_t at_ = 0;
   int rows_left_ = 0;
   uint32_t smem_t_ = 0, smem_row_ = 0;

@@ -110,7 +110,7 @@ struct ActivationFunction {
     }
   }
 
-  // Of a row whose gates and ups are codes times a scale each: its score, and factors that contain the scales.
+  // The score of a row whose gates and ups are codes times a scale each, and factors that contain the scales.
   struct Factors {
     float score, half_gate, half_up, score_up;
   };
@@ -120,7 +120,8 @@ struct ActivationFunction {
             .half_up = __uint_as_float(arch::forgotten(__float_as_uint(0.5f * up_scale))),
             .score_up = score * up_scale};
   }
-  // a / up_scale, and the gradients for score * da, of codes g and u: scales are multiplied where a factor stands anyway.
+  // Returns a / up_scale, and the gradients for score * da, of codes g and u: scales are multiplied where a factor
+  // stands anyway.
   __device__ __forceinline__ static ActivationGradient backward_of_codes(Factors const& f, float g,
                                                                          float u, float da) {
     static_assert(kKind == ActivationKind::swiglu);

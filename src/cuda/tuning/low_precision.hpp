@@ -42,7 +42,7 @@ struct UpProjectionDgradE4m3Config {
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 
-// Of each row its score, four scales of its codes of h, a sum, and as much as eight for codes.
+// Numbers of a row: its score, four scales of its codes of h, a sum; eight more are the place of codes.
 template <ActivationKind kKind>
 struct DownProjectionDgradE4m3Config {
   static constexpr ActivationKind activation = kKind;

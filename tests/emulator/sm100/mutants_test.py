@@ -60,7 +60,7 @@ MUTANTS = [
      "&smem.acc_empty[i], (kEpilogueWarps - 1)", "is not known to be", "*Turn"),
     ("an accumulator is freed before its last load", STORE, "half == 1 && slab == slabs - 1",
      "half == 0 && slab == slabs - 1", "is not known to be", "*Turn"),
-    ("a warp without rows frees no accumulator", ROLES, "    } else {\n      rows.release();\n    }", "    }",
+    ("a warp without rows frees no accumulator", ROLES, "    } else {\n      rows.release();", "    } else {",
      "waits for an mbarrier", "*Turn"),
     ("the accumulators' phase turns with every tile", ROWS, "phase ^= index == 0 ? 1 : 0;", "phase ^= 1;",
      "nothing was written there", "*Turn"),
@@ -133,7 +133,7 @@ MUTANTS = [
      "more arrivals", "Up*GathersRowsInPairs"),
     ("a relay has no fence", PAIR, "arch::relay_arrive(&smem.full[state.stage], 0)",
      "arch::mbarrier_arrive_cluster(&smem.full[state.stage], 0)", "that cp.async wrote", "Up*GathersRowsInPairs"),
-    ("a stage waits for one relay", "cuda/gemm/sm100/storage.cuh", "relays(c) ? 3 :", "relays(c) ? 2 :",
+    ("a stage waits for one relay", ROLES, "full_arrivals(kGemm)", "full_arrivals(kGemm) - (relays(kGemm) ? 1 : 0)",
      "that cp.async wrote", "Up*GathersRowsInPairs"),
     ("gathering threads report to the stage", PAIR, "return &smem.gathered[stage];", "return &smem.full[stage];",
      "more arrivals", "Up*GathersRowsInPairs"),
@@ -241,7 +241,7 @@ MUTANTS = [
      "over scales that a multiplication may still read", MX_TURN),
     ("scales lie under the second accumulator", SCALED_LOOP, "smem.tensor + kAccumulators * kGemm.tile.n",
      "smem.tensor + kGemm.tile.n", "D lies over them", MX_TURN),
-    ("no columns are allocated for scales", ROWS, "is_mxfp8(kGemm) ? kGemm.stages * kStageScaleColumns : 0", "0",
+    ("no columns are allocated for scales", ROWS, "uint32_t(kNeeded)", "uint32_t(kNeeded - kScales)",
      "are not allocated", MX_ALL),
     ("scales of B are not copied", SCALED_LOOP,
      "arch::tcgen05_cp_scales<kCtas>(b_scales, atom(smem.b_scales[stage]));", "", "no tcgen05.cp ahead of it", MX_ALL),
@@ -321,14 +321,26 @@ MUTANTS = [
      "(all_blocks / 4) + block / 4", "scale of up, transposed", "QuantiseMxfp8.WeightsHave*"),
 ]
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")
+# This one copies when the kernel's scope ends.
+ALONE = ("scales of A are copied behind the multiplications",)
+# What mutants of programs that several share change, and the compiler evaluates elsewhere.
+AT_RUN_TIME = {
+    WORDS: ("constexpr uint32_t bits() const {\n    constexpr uint32_t kUe8m0",
+            "constexpr uint64_t bits() const {\n    constexpr uint64_t kVersion",
+            "constexpr MmaOperand rows_major_boxes(", "constexpr MmaOperand scale_atom("),
+    LOOP: ("consteval uint32_t mma_instruction(",),
+    SCALED_LOOP: ("consteval uint32_t mx_instruction(", "constexpr uint32_t kInstructions[]"),
+    ROWS: ("consteval uint32_t tensor_columns(",),
+    SLABS: ("constexpr uint32_t kBytes",),
+}
 
 
-def outcome(args, mutant):
+def how(mutant, is_quick):
+    """What is compiled for a mutant, the tests that are run, and the level of optimisation."""
     tests = mutant[5] if mutant[5][0].isupper() else f"DownProjectionFwd{mutant[5]}"
     source = next(source for start, source in SOURCES.items() if tests.startswith(start))
-    # A mutant compiles longer than it runs.
-    return mutant_runner.outcome(args, mutant, source, tests, "-O0")
+    return source, tests, "-O0" if is_quick else "-O1"  # a few mutants compile longer than they run
 
 
 if __name__ == "__main__":
-    sys.exit(mutant_runner.main(MUTANTS, QUICK, outcome))
+    sys.exit(mutant_runner.main(MUTANTS, QUICK, how, ALONE, AT_RUN_TIME))

@@ -433,6 +433,18 @@ LATE = {
     "pieces of x are loaded over those that are not stored yet": "FusedForward.RowsOfSeveralPieces",
     "of x the first two batches are copied": "FusedForward.RowsOfSeveralPieces",
     "unfused passes do not renew words of blocks": "UnfusedExchange.AnyEpoch",
+    "a resident B is never given back": "Projections.SortedRowsAndResidentWeights",
+    "the next tile is announced before it was drawn": "Projections.TilesDrawn*",
+    "a block of weights has the scale of its first rows": "Quantise.WeightsOfTheUp*",
+    "codes of four lines are turned as they lie": "Quantise.WeightsInBoth*",
+    "turned codes of 16 lines lie over those of the first": "Quantise.WeightsInBoth*",
+    "rows of several blocks lie at one distance": "Quantise.WeightsOfGate*",
+    "halves of w_up are read one behind the other whatever the layout": "Quantise.WeightsOfTheUp*",
+    "codes of up lie over those of gate in the transpose": "Quantise.WeightsInBoth*",
+    "up has gate's scale in the transpose of codes that were handed in": "Quantise.TurnedScales*",
+    "bf16 of codes have the scale of the next block": "Quantise.DequantisedRows*",
+    "a row that no expert has becomes bf16": "Quantise.DequantisedRows*",
+    "a NaN becomes 0": "Activation.DoesAtInfinity*",
 }
 
 # A few, and the tests that notice them: waits of the fused kernel, banks of its counters, GEMMs, scales,

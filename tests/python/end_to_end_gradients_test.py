@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/end_to_end/gradients.py: gradients sent in bf16 and added up in fp32."""
 
-import os
 import pathlib
-import socket
-import subprocess
 import sys
+import tempfile
 import unittest
 from unittest import mock
 
+import programs
 import tier
 import torch
 from torch import distributed
@@ -109,20 +108,13 @@ distributed.destroy_process_group()
 """
 
 
-@tier.deep  # two processes start torch
+@tier.deep
 class Processes(unittest.TestCase):
     def test_bits_of_two_ranks_are_those_of_fsdp(self):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2",
-                       "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", PROGRAM], text=True, stderr=subprocess.PIPE,
-                                  env={**environment, "RANK": str(rank)}) for rank in range(2)]
-        for process in ranks:
-            self.addCleanup(process.kill)
-        printed = [process.communicate(timeout=300)[1] for process in ranks]
-        self.assertEqual([process.returncode for process in ranks], [0, 0], printed)
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder, "program.py")
+            program.write_text(PROGRAM, encoding="utf-8")
+            programs.finish(programs.start_ranks(2, program))
 
 
 if __name__ == "__main__":

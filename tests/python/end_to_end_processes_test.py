@@ -4,14 +4,13 @@ was not interrupted."""
 
 import csv
 import json
-import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
 import unittest
 
+import programs
 import tier
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -34,30 +33,23 @@ class Processes(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
 
-    def command(self, out: pathlib.Path) -> list:
-        return [sys.executable, "-W", "ignore", ROOT / "examples" / "train_model.py", "--config", "tiny", "--text",
-                ROOT / "docs", "--text-bytes", "200000", "--cache", self.folder / "text", "--sequences", "1", "--steps",
-                str(STEPS), "--save-every", str(SAVE_EVERY), "--report-every", "3", "--learning-rate", "3e-3",
-                "--warm-up", "5", "--out", out]
+    def train(self, out: pathlib.Path, *options) -> tuple:
+        """The program and its arguments."""
+        return (ROOT / "examples" / "train_model.py", "--config", "tiny", "--text", ROOT / "docs", "--text-bytes",
+                "200000", "--cache", self.folder / "text", "--sequences", "1", "--steps", STEPS, "--save-every",
+                SAVE_EVERY, "--report-every", "3", "--learning-rate", "3e-3", "--warm-up", "5", "--out", out, *options)
 
-    def start(self, command: list) -> list[subprocess.Popen]:
-        """The two ranks, as torchrun starts them."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2",
-                       "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-        for process in ranks:
-            self.addCleanup(process.wait)
-            self.addCleanup(process.kill)
+    def start(self, *program) -> list[subprocess.Popen]:
+        """Its two ranks."""
+        ranks = programs.start_ranks(2, *program)
+        self.addCleanup(programs.kill, ranks)
         return ranks
 
     def finish(self, ranks: list[subprocess.Popen]) -> str:
-        printed = [process.communicate(timeout=300) for process in ranks]
-        self.assertEqual([process.returncode for process in ranks], [0, 0], printed)
-        return printed[0][0]
+        return programs.finish(ranks)[0][0]
+
+    def alone(self, *program) -> subprocess.CompletedProcess:
+        return subprocess.run(programs.command(*program), capture_output=True, text=True, check=False, timeout=300)
 
     def state(self, place: pathlib.Path) -> dict:
         dcp_to_torch_save(place, self.folder / "state.pt")
@@ -66,7 +58,7 @@ class Processes(unittest.TestCase):
     @tier.deep  # half a minute of two processes
     def test_killed_and_resumed(self):
         whole, broken = self.folder / "whole", self.folder / "broken"
-        output = self.finish(self.start(self.command(whole)))
+        output = self.finish(self.start(*self.train(whole)))
         self.assertRegex(output, r"step 60/60  loss .* tokens/s per rank, \d+ in all")
         self.assertRegex(output, r"held-out loss \d+\.\d+ nats")
         with open(whole / "steps.csv", encoding="utf-8") as file:
@@ -75,7 +67,7 @@ class Processes(unittest.TestCase):
         for picture in ("loss.svg", "loads.svg"):
             self.assertIn("</svg>", (whole / picture).read_text(encoding="utf-8"))
 
-        ranks = self.start(self.command(broken))
+        ranks = self.start(*self.train(broken))
         for line in ranks[0].stdout:
             if line.startswith("saved "):
                 break
@@ -88,7 +80,7 @@ class Processes(unittest.TestCase):
         saved = sorted(place.name for place in broken.glob("checkpoint-*") if place.suffix != ".partial")
         self.assertNotIn(f"checkpoint-{STEPS:08}", saved)
         (broken / "checkpoint-99999999.partial").mkdir()  # what a rank lost while it saves leaves behind
-        output = self.finish(self.start([*self.command(broken), "--resume", "--keep-gathered"]))
+        output = self.finish(self.start(*self.train(broken, "--resume", "--keep-gathered")))
         self.assertIn(f"resumed from {broken / saved[-1]}", output)
 
         last = f"checkpoint-{STEPS:08}"
@@ -103,41 +95,41 @@ class Processes(unittest.TestCase):
         for column in ("step", "loss", "gradient_norm", "learning_rate", "busiest_expert"):
             self.assertEqual([row[column] for row in rows], [row[column] for row in again])
 
-        alone = subprocess.run([*self.command(broken), "--resume"], capture_output=True, text=True, check=False,
-                               timeout=300)
+        alone = self.alone(*self.train(broken, "--resume"))
         self.assertEqual(alone.returncode, 2, alone.stderr)
         self.assertRegex(alone.stderr, r"^train_model.py: --resume: ranks is 1 and was 2 in .*\n$")
 
     @tier.deep
     def test_blocks_that_stay_gathered(self):
         """They do stay so, and losses are the same, also of held-out text between steps."""
-        program = (f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"
-                   "import argparse, model, text, torch, training\n"
-                   "from torch.distributed.tensor import DTensor\n"
-                   "c, losses = model.CONFIGURATIONS['tiny'], {False: [], True: []}\n"
-                   "ids = torch.randint(0, 512, (2000,), generator=torch.Generator().manual_seed(0)).numpy()\n"
-                   "data = text.Corpus(ids, ids, '', 512)\n"
-                   "with training.ranks() as here:\n"
-                   "    for keep in losses:\n"
-                   "        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False,\n"
-                   "                               seed=0, keep_gathered=keep)\n"
-                   "        trainer = training.Trainer(c, here, training.load('torch-eager'), a)\n"
-                   "        for step in range(3):\n"
-                   "            batch = data.batch(0, step, 2, c.context, here.rank, 2, here.device)\n"
-                   "            losses[keep] += [trainer.step(*batch, 1e-2)[0].item(),\n"
-                   "                             trainer.held_out_loss(data, 2, 1)]\n"
-                   "        trainer.model(*batch)\n"
-                   "        assert isinstance(trainer.model.blocks[0].qkv, DTensor) != keep, keep\n"
-                   "    assert losses[False] == losses[True], losses\n"
-                   "    assert len(set(losses[True])) == 6, losses\n")
-        self.finish(self.start([sys.executable, "-W", "ignore", "-c", program]))
+        program = self.folder / "gathered.py"
+        program.write_text(f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"
+                           "import argparse, model, text, torch, training\n"
+                           "from torch.distributed.tensor import DTensor\n"
+                           "c, losses = model.CONFIGURATIONS['tiny'], {False: [], True: []}\n"
+                           "ids = torch.randint(0, 512, (2000,), generator=torch.Generator().manual_seed(0)).numpy()\n"
+                           "data = text.Corpus(ids, ids, '', 512)\n"
+                           "with training.ranks() as here:\n"
+                           "    for keep in losses:\n"
+                           "        a = argparse.Namespace(attention=None, deterministic=False, eager=True,\n"
+                           "                               recompute=False, seed=0, keep_gathered=keep)\n"
+                           "        trainer = training.Trainer(c, here, training.load('torch-eager'), a)\n"
+                           "        for step in range(3):\n"
+                           "            batch = data.batch(0, step, 2, c.context, here.rank, 2, here.device)\n"
+                           "            losses[keep] += [trainer.step(*batch, 1e-2)[0].item(),\n"
+                           "                             trainer.held_out_loss(data, 2, 1)]\n"
+                           "        trainer.model(*batch)\n"
+                           "        assert isinstance(trainer.model.blocks[0].qkv, DTensor) != keep, keep\n"
+                           "    assert losses[False] == losses[True], losses\n"
+                           "    assert len(set(losses[True])) == 6, losses\n")
+        self.finish(self.start(program))
 
     @tier.deep
     def test_what_a_layer_costs_to_send(self):
         out = self.folder / "communication.json"
-        command = [sys.executable, "-W", "ignore", PROGRAMS / "communication.py", "--config", "tiny", "--sends", "2",
-                   "--sequences", "2", "--repeats", "2", "--out", out]
-        output = self.finish(self.start(command))
+        program = (PROGRAMS / "communication.py", "--config", "tiny", "--sends", "2", "--sequences", "2", "--repeats",
+                   "2", "--out", out)
+        output = self.finish(self.start(*program))
         found = json.loads(out.read_text(encoding="utf-8"))
         parameters = found["layer_parameters"]
         self.assertEqual(found["bytes_sent"], {"gather": parameters, "reduce": 2 * parameters, "both": 3 * parameters})
@@ -150,7 +142,7 @@ class Processes(unittest.TestCase):
                                    pair["compute_ms"])
             self.assertGreater(pair["collective_ms"], 0)
         self.assertIn("reduce beside copy: ", output)
-        alone = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        alone = self.alone(*program)
         self.assertEqual(alone.returncode, 2, alone.stderr)
         self.assertIn("1 process: has nobody to send to", alone.stderr)
 

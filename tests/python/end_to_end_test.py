@@ -14,6 +14,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import programs
 import tessera
 import tier
 import torch
@@ -337,8 +338,8 @@ class Measured(unittest.TestCase):
                 command = [str(PROGRAMS / "train.py"), "--config", "tiny", "--text", str(ROOT / "docs"),
                            "--cache", folder, "--out", f"{folder}/run", "--text-bytes", "100000", *flags]
                 if flags[0] in ("--text", "--experts", "--text-vocabulary", "--resume"):  # refused by a group
-                    result = subprocess.run([sys.executable, "-W", "ignore", *command], capture_output=True, text=True,
-                                            check=False, timeout=300)
+                    result = subprocess.run(programs.command(*command), capture_output=True, text=True, check=False,
+                                            timeout=300)
                     self.assertEqual(result.returncode, 2, result.stderr)
                     said = result.stderr
                 else:  # without a process for each, which takes seconds

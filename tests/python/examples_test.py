@@ -4,13 +4,13 @@
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import unittest
 from unittest import mock
 
+import programs
 import tessera
 import tier
 import torch
@@ -87,6 +87,7 @@ class Examples(unittest.TestCase):
 
     @tier.deep
     def test_fsdp_on_two_ranks(self):
+        """By torchrun, as documents start examples; the others here start their ranks themselves."""
         result = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              ROOT / "examples" / "train_fsdp.py", "--text", LICENSE, "--steps", "5",
@@ -97,21 +98,19 @@ class Examples(unittest.TestCase):
         self.assertLess(float(difference), 2e-3)
         self.assertEqual(len(re.findall(r"(?:tessera|eager): \d+ tokens/s on 2 ranks", result.stdout)), 2)
 
-    def over_hosts(self, ranks: int, hosts: int, *options) -> dict:
-        """Arguments of subprocess that run train_hosts.py."""
-        return {"args": [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-                         "--nproc-per-node", str(ranks), ROOT / "examples" / "train_hosts.py", "--hosts", str(hosts),
-                         "--text", LICENSE, "--layers", "1", *options],
-                "env": {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
-                "text": True}
+    def over_hosts(self, ranks: int, hosts: int, *options) -> list[subprocess.Popen]:
+        """The ranks of train_hosts.py."""
+        started = programs.start_ranks(ranks, ROOT / "examples" / "train_hosts.py", "--hosts", hosts, "--text", LICENSE,
+                                       "--layers", 1, *options)
+        self.addCleanup(programs.kill, started)
+        return started
 
     def run_over_hosts(self, *arguments) -> tuple[float, list[float], str]:
         """(how far the losses are apart, those that are printed, all that is printed) of train_hosts.py."""
-        result = subprocess.run(**self.over_hosts(*arguments), capture_output=True, check=False)
-        self.assertEqual(result.returncode, 0, result.stderr)
-        (difference,) = re.findall(r"losses differ by (\S+) at most", result.stdout)
-        losses = re.findall(r"loss ([0-9.]+)$", result.stdout, re.MULTILINE)
-        return float(difference), [float(loss) for loss in losses], result.stdout
+        printed = "".join(said for said, _ in programs.finish(self.over_hosts(*arguments)))
+        (difference,) = re.findall(r"losses differ by (\S+) at most", printed)
+        losses = re.findall(r"loss ([0-9.]+)$", printed, re.MULTILINE)
+        return float(difference), [float(loss) for loss in losses], printed
 
     @tier.deep  # several_hosts_test has the layer over hosts, test_experts_over_two_ranks the example
     def test_experts_over_two_pretended_hosts(self):
@@ -132,12 +131,11 @@ class Examples(unittest.TestCase):
         """Two hosts of two ranks are killed, three of two go on, with the losses of one process from the beginning."""
         with tempfile.TemporaryDirectory() as folder:
             options = ("--steps", "12", "--batch", "12", "--experts", "12", "--save", folder, "--save-every", "4")
-            with subprocess.Popen(**self.over_hosts(4, 2, *options), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                  start_new_session=True) as killed:
-                for line in killed.stdout:
-                    if line.startswith("saved step 4"):
-                        break
-                os.killpg(killed.pid, signal.SIGKILL)
+            killed = self.over_hosts(4, 2, *options)
+            for line in killed[0].stdout:
+                if line.startswith("saved step 4"):
+                    break
+            programs.kill(killed)
             saved = sorted(path.parent.name for path in pathlib.Path(folder).glob("step-*/.metadata"))
             self.assertIn(saved, [["step-00000004"], ["step-00000004", "step-00000008"]])
             difference, losses, printed = self.run_over_hosts(6, 3, *options)
@@ -171,19 +169,15 @@ class Examples(unittest.TestCase):
     def test_experts_over_two_ranks(self):
         """Losses of one process, but for the order of sums: with all else under FSDP2, several passes for each step,
         and blocks that run again in backward."""
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             ROOT / "examples" / "train_expert_parallel.py", "--text", LICENSE, "--steps", "6",
-             "--hidden", "48", "--context", "32", "--accumulate", "2", "--checkpoint"],
-            capture_output=True, text=True, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        self.assertEqual(result.returncode, 0, result.stderr)
-        (difference,) = re.findall(r"losses differ by (\S+) at most", result.stdout)
+        started = programs.start_ranks(2, ROOT / "examples" / "train_expert_parallel.py", "--text", LICENSE,
+                                       "--steps", 6, "--hidden", 48, "--context", 32, "--accumulate", 2, "--checkpoint")
+        printed = "".join(said for said, _ in programs.finish(started))
+        (difference,) = re.findall(r"losses differ by (\S+) at most", printed)
         self.assertLess(float(difference), 1e-5)
-        losses = [float(loss) for loss in re.findall(r"^2 ranks: .*loss ([0-9.]+)$", result.stdout, re.MULTILINE)]
+        losses = [float(loss) for loss in re.findall(r"^2 ranks: .*loss ([0-9.]+)$", printed, re.MULTILINE)]
         self.assertLess(losses[-1], losses[0])
-        speeds = [float(speed) for speed in re.findall(r" ranks: ([0-9]+) tokens/s", result.stdout)]
-        (times,) = re.findall(r"^2 ranks: (\S+) times as many tokens/s as one$", result.stdout, re.MULTILINE)
+        speeds = [float(speed) for speed in re.findall(r" ranks: ([0-9]+) tokens/s", printed)]
+        (times,) = re.findall(r"^2 ranks: (\S+) times as many tokens/s as one$", printed, re.MULTILINE)
         self.assertAlmostEqual(float(times), speeds[0] / speeds[1], delta=0.01 * float(times) + 0.01)
 
     @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs; run on a machine with them")

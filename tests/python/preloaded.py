@@ -186,6 +186,7 @@ def become(job: dict) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
+    sys.stdout.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
     script = job["arguments"][0]
     sys.argv = job["arguments"]
     sys.path[0] = str(pathlib.Path(script).resolve().parent)

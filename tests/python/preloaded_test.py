@@ -58,6 +58,11 @@ class Forked(unittest.TestCase):
             time.sleep(0.01)
         self.fail("it is still there")
 
+    def test_what_it_prints_comes_at_once_where_nothing_is_buffered(self):
+        for told, came in (({"PYTHONUNBUFFERED": "1"}, "said\n"), ({"PYTHONUNBUFFERED": ""}, "")):
+            script = self.start("import os\nprint('said')\nos._exit(0)", **told)
+            self.assertEqual(script.communicate()[0], came)
+
     def test_torch_has_no_memory_of_others(self):
         text = ("import sys\nassert 'torch' in sys.modules and 'tessera' not in sys.modules\n"
                 "import torch\nprint(torch.rand(1).item())\ntorch.manual_seed(1)\n"

@@ -98,12 +98,14 @@ def built_programs() -> pathlib.Path:
     return pathlib.Path(os.environ["TESSERA_LIBRARY"]).resolve().parents[1] / "bin"
 
 
-def pass_of(rank: int, case: Case, hosts: int, exchange: str) -> dict:
-    """Results of a pass."""
-    experts = case.make(hosts=hosts, exchange=exchange)
-    results = one_pass(case, experts, rank)
-    experts.close()
-    return results
+def passes_of(rank: int, cases: list) -> list[dict]:
+    """Results of a pass, for each (case, hosts, exchange)."""
+    made = []
+    for case, hosts, exchange in cases:
+        experts = case.make(hosts=hosts, exchange=exchange)
+        made.append(one_pass(case, experts, rank))
+        experts.close()
+    return made
 
 
 def from_cpp(case: Case, hosts: int, exchange: str) -> tuple[dict, list[list[int]]]:
@@ -131,10 +133,12 @@ def from_cpp(case: Case, hosts: int, exchange: str) -> tuple[dict, list[list[int
 class Calls(unittest.TestCase):
     def test_cpp_has_these_bits(self):
         for tokens, hosts in (((5, 0, 9, 4), 2), ((5, 0, 9, 4), 4), ((3, 4, 0, 6, 2, 5), 3)):
-            for i, routing in enumerate(("random", "zipf", "sentinels")):
-                exchange = ("static", "counted")[(hosts + i) % 2]
-                case = dataclasses.replace(CASE, tokens=tokens, routing=routing, dtype=torch.bfloat16, seed=i)
-                wanted = together(ranks.results(ranks.run(len(tokens), pass_of, case, hosts, exchange)))
+            cases = [(dataclasses.replace(CASE, tokens=tokens, routing=routing, dtype=torch.bfloat16, seed=i), hosts,
+                      ("static", "counted")[(hosts + i) % 2])
+                     for i, routing in enumerate(("random", "zipf", "sentinels"))]
+            outcomes = ranks.results(ranks.run(len(tokens), passes_of, cases))
+            for i, (case, _, exchange) in enumerate(cases):
+                wanted = together([outcome[i] for outcome in outcomes])
                 got, sent = from_cpp(case, hosts, exchange)
                 with self.subTest(case, hosts=hosts, exchange=exchange):
                     for name, tensor in wanted.items():

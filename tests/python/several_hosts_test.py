@@ -49,6 +49,17 @@ def passes(rank: int, case: Case, ways: list, late: bool = False) -> list:
     return made
 
 
+def passes_of(rank: int, cases: list, late: bool) -> list:
+    """What `passes` returns for each case and its ways."""
+    made = []
+    for case, ways in cases:
+        try:
+            made.append(passes(rank, case, ways, late))
+        except Exception as error:
+            raise RuntimeError(str(case)) from error
+    return made
+
+
 class Results(unittest.TestCase):
     def check_near(self, got: dict, wanted: dict, tolerance: float):
         for name, tensor in wanted.items():
@@ -61,14 +72,18 @@ class Results(unittest.TestCase):
         for name, tensor in wanted.items():
             self.assertTrue(torch.equal(got[name], tensor), name)
 
-    def check(self, case: Case, ways: list, **more) -> list[dict]:
-        """Results of all ranks together, by way."""
-        outcomes = ranks.results(ranks.run(len(case.tokens), passes, case, ways, *more.values()))
+    def check_all(self, cases: list[tuple[Case, list]], late: bool = False) -> list[list[dict]]:
+        """By case, all of as many ranks, results of all ranks together, by way. The ranks are the same for all cases,
+        as each start of them takes time."""
+        outcomes = ranks.results(ranks.run(len(cases[0][0].tokens), passes_of, cases, late, seconds=1200))
+        return [self.check_outcomes(*case, [outcome[i] for outcome in outcomes]) for i, case in enumerate(cases)]
+
+    def check_outcomes(self, case: Case, ways: list, outcomes: list) -> list[dict]:
         wanted, found = case.expected(), []
         for i, (hosts, exchange, *overlap) in enumerate(ways):
             of_ranks = [outcome[i] for outcome in outcomes]
             first, second = [together([each["results"][j] for each in of_ranks]) for j in range(2)]
-            with self.subTest(hosts=hosts, exchange=exchange, overlap=any(overlap)):
+            with self.subTest(case, hosts=hosts, exchange=exchange, overlap=any(overlap)):
                 self.check_equal(second, first)
                 self.assertTrue(torch.equal(torch.cat([each["inference"] for each in of_ranks]), first["o"]))
                 self.check_near(first, wanted, 2**-6 if case.dtype is torch.bfloat16 else 1e-6)
@@ -76,6 +91,9 @@ class Results(unittest.TestCase):
                 self.assertEqual([each["sent"] for each in of_ranks], bytes_expected(case, hosts, exchange))
             found.append(first)
         return found
+
+    def check(self, case: Case, ways: list) -> list[dict]:
+        return self.check_all([(case, ways)])[0]
 
     def test_two_hosts_of_two_ranks(self):
         """Both exchanges have the same bits, and so have two hosts of one rank each with the same tokens."""
@@ -90,9 +108,7 @@ class Results(unittest.TestCase):
 
     @tier.deep
     def test_routings(self):
-        for routing in ROUTINGS[1:]:
-            with self.subTest(routing):
-                self.check(Case(UNEVEN, routing=routing), [(2, "static"), (2, "counted")])
+        self.check_all([(Case(UNEVEN, routing=routing), [(2, "static"), (2, "counted")]) for routing in ROUTINGS[1:]])
 
     def test_biases_in_bf16(self):
         self.check(Case(UNEVEN, dtype=torch.bfloat16, activation="gelu", biases=True, save="x"),
@@ -109,6 +125,7 @@ class Results(unittest.TestCase):
         variants = (1, "h", "swiglu", False), (2, "x", "relu2", True), (0, "h", "clamped-swiglu", True)
         for tokens, hosts in (((7, 5), 2), ((5, 0, 9, 4), 2), ((5, 0, 9, 4), 4), ((0, 0, 0, 6), 4),
                               ((3, 4, 0, 6, 2, 5), 2), ((3, 4, 0, 6, 2, 5), 3), ((3, 4, 0, 6, 2, 5), 6)):
+            cases = []
             for i, routing in enumerate(ROUTINGS):
                 for dtype, (top_k, save, activation, biases) in ((torch.float32, variants[i % 3]),
                                                                  (torch.bfloat16, variants[(i + 1) % 3])):
@@ -116,12 +133,13 @@ class Results(unittest.TestCase):
                         continue
                     case = Case(tokens, routing=routing, dtype=dtype, top_k=top_k or 12 // hosts, save=save,
                                 activation=activation, biases=biases, seed=i)
-                    with self.subTest(case):
-                        static, counted, _, overlapped = self.check(
-                            case, [(hosts, "static"), (hosts, "counted"), (1, None),
-                                   (hosts, ("static", "counted")[i % 2], True)], late=True)
-                        self.check_equal(counted, static)
-                        self.check_equal(overlapped, static)
+                    cases.append((case, [(hosts, "static"), (hosts, "counted"), (1, None),
+                                         (hosts, ("static", "counted")[i % 2], True)]))
+            for (case, _), found in zip(cases, self.check_all(cases, late=True), strict=True):
+                static, counted, _, overlapped = found
+                with self.subTest(case):
+                    self.check_equal(counted, static)
+                    self.check_equal(overlapped, static)
 
     def test_no_tokens_at_all(self):
         case = Case((0, 0))

@@ -192,7 +192,8 @@ class Bench(Cli):
 
     def test_gradients_of_other_losses(self):
         self.run_tessera("bench", *SMALL, "--seconds", "0", "--aux-dlogits", code=0)
-        blocks = ["--hidden", "128", "--intermediate", "128", "--dtype", "bf16", "--seconds", "0"]
+        blocks = ["--tokens", "256", "--hidden", "128", "--intermediate", "128", "--experts", "6", "--dtype", "bf16",
+                  "--seconds", "0"]
         plain = self.run_json("bench", *blocks)["rows"][1]
         for flags in (["--precision", "fp8", "--scales", "pow2"], ["--precision", "mxfp8", "--save", "x"]):
             for row in self.run_json("bench", *blocks, *flags)["rows"]:

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "tests/lm/support.hpp"
+#include "tests/sizes.hpp"
 
 namespace tessera::lm {
 namespace {
@@ -56,7 +57,7 @@ TEST(Safetensors, IsTheDocumentedFormat) {
 }
 
 TEST(Safetensors, HeadersOfManyTensors) {
-  constexpr std::int64_t kTensors = 200'000;
+  constexpr std::int64_t kTensors = size_of_test(200'000, 20'000);
   std::vector<TensorEntry> entries;
   for (std::int64_t i = 0; i < kTensors; ++i) {
     auto const begin = static_cast<std::uint64_t>(4 * i);

@@ -3,7 +3,7 @@
 // the values of the codes of h
 //   ds partial = <t, act(h)> over 128 columns,  dh = rnd(J_act(h)^T (s t)),  a' = rnd(s act(h))
 // dh leaves in bf16 and as codes of what bf16 holds, with a scale for each 128 columns of dg and of du. Codes of dh may
-// take the place of those of h: a lane writes where it alone has read.
+// take the place of those of h: a warp writes where it alone reads, behind what it has read.
 // A warpgroup that does nothing else runs it (gemm/sm90/roles_scaled.cuh). All that it reads comes to shared memory by
 // cp.async: a tile's scores and scales while the tile before is stored, codes two pieces, 16 KB of outputs, ahead.
 // Registers that wait for codes it has none, and what waits for memory here, the consumers wait for.
@@ -26,8 +26,9 @@ struct ActivationGradientE4m3Params {
   float const* gmem_h_scales;   // (2 * columns / 128, scale_pitch)
   float const* gmem_scores;     // by slot
   int const* gmem_permutation;  // row -> slot
-  bf16* gmem_dh;                // (rows, 2 * columns)
-  uint8_t* gmem_dh8;            // the same, with scales as h
+  // An output that is null is not stored.
+  bf16* gmem_dh;      // (rows, 2 * columns)
+  uint8_t* gmem_dh8;  // the same, with scales as h
   float* gmem_dh8_scales;
   bf16* gmem_a_scaled;   // (rows, columns)
   float* gmem_partials;  // (rows, columns / 128)
@@ -205,9 +206,9 @@ class ActivationGradientE4m3Epilogue {
 
   // Stores have predicates: between branches the compiler would have little to overlap.
   __device__ __forceinline__ void differentiate(int block, int piece) {
-    uint4 const first_t =
-        arch::load_shared_16(smem_t_);  // here, as behind the barrier ptxas would load it late
-    arch::cp_async_wait<1>();           // the latest may be the next piece's
+    // Loaded here, as behind the barrier ptxas would do it late.
+    uint4 const first_t = arch::load_shared_16(smem_t_);
+    arch::cp_async_wait<1>();  // the latest may be the next piece's
     __syncwarp();
     float const s = arch::load_shared_4(smem_row_ - block % kGroups * kGroupNumberBytes);
     auto const factors = Function::factors(s, arch::load_shared_4(smem_row_ + place_of_scale(0, 0)),

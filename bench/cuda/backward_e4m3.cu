@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of activations with e4m3 operands beside those with bf16, on the same dO, h, weights and routing, in
-// one process: down_projection_dgrad, and up_projection_dgrad of the codes that it made.
+// one process: down_projection_dgrad, also where it stores nothing, and up_projection_dgrad of the codes that it made.
 // And the quantisers that a backward pass needs. Kernels run in random order and the host never waits in between.
 // Checked first, on rows of all experts, against plain kernels in fp32 that read the same codes: dh, a', ds and dx
 // rows; codes and scales of dh are the bytes that the CPU makes of these dh; two runs have equal bytes, as has one
@@ -192,7 +192,14 @@ struct Problem {
         (cuda::launch_down_projection_dgrad_e4m3_config<cuda::DownProjectionDgradE4m3Config<kKind>>(
             args, sms, nullptr)));
   }
-  void launch_down_e4m3(int sms) const { launch_down(down_e4m3(), sms); }
+  void launch_down_e4m3(int sms, bool stores = true) const {
+    DownProjectionDgradE4m3Arguments args = down_e4m3();
+    if (!stores) {
+      args.gmem_dh = args.gmem_dh8 = args.gmem_a_scaled = nullptr;
+      args.gmem_dh8_scales = args.gmem_ds_partials = nullptr;
+    }
+    launch_down(args, sms);
+  }
   // Codes of dh over those of h.
   void launch_down_over_h(int sms, uint8_t* gmem_h, float* gmem_h_scales) const {
     DownProjectionDgradE4m3Arguments args = down_e4m3();
@@ -459,6 +466,7 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
   std::vector<Candidate> candidates = {
       {"down bf16", flops, 0, [&] { p.launch_down_bf16(sms); }, {}},
       {"down e4m3", flops, down_bytes, [&] { p.launch_down_e4m3(sms); }, {}},
+      {"down e4m3, nothing stored", flops, 0, [&] { p.launch_down_e4m3(sms, false); }, {}},
       {"up bf16", 2 * flops, 0, [&] { p.launch_up_bf16(sms); }, {}},
       {"up e4m3", 2 * flops, 0, [&] { p.launch_up_e4m3(sms); }, {}},
       {"quantise dO", 0, 3.03 * x, [&] { p.quantise_d_o(); }, {}},

@@ -6,6 +6,7 @@ struct InlineEpilogue : Inline, Begin, Store, Settle, Drain {};
 struct LentEpilogue : Lent, Begin, RingStore, Settle, Drain, Lend {};
 struct DeferredEpilogue : Deferred, Begin, Keep, Work, Drain {};
 struct ApartEpilogue : Apart, TileBegin, TileStore {};
+struct ReadingEpilogue : Apart, Start, TileBegin, Follow, TileStore, Finish {};
 struct OuterProductEpilogue : Deferred, Begin, Keep, Work, Drain, OuterRows {};
 
 struct Wrapper : private InlineEpilogue {
@@ -20,5 +21,6 @@ static_assert(fits<kInline, InlineEpilogue>);
 static_assert(fits<kLent, LentEpilogue>);
 static_assert(fits<kDeferred, DeferredEpilogue>);
 static_assert(fits<kApart, ApartEpilogue>);
+static_assert(fits<kReading, ReadingEpilogue>);
 static_assert(fits<kOuterProduct, OuterProductEpilogue>);
 static_assert(fits<kInline, Wrapper>);

@@ -38,6 +38,15 @@ struct TileBegin {
 struct TileStore {
   void store(WorkTile const&, int, uint32_t) {}
 };
+struct Start {
+  void start(WorkTile const&) {}
+};
+struct Follow {
+  void follow(uint32_t) {}
+};
+struct Finish {
+  void finish() {}
+};
 struct RingStore {
   void store(Accumulators&, WorkTile const&, int, Ring&) {}
 };
@@ -65,6 +74,7 @@ constexpr EpilogueConfig kInline{.mode = EpilogueMode::kInline};
 constexpr EpilogueConfig kLent{.mode = EpilogueMode::kLent, .lent_stages = 1};
 constexpr EpilogueConfig kDeferred{.mode = EpilogueMode::kDeferred};
 constexpr EpilogueConfig kApart{.mode = EpilogueMode::kApart};
+constexpr EpilogueConfig kReading{.mode = EpilogueMode::kApart, .row_numbers = 1};
 constexpr EpilogueConfig kOuterProduct{.mode = EpilogueMode::kDeferred, .outer_product = true};
 
 // As consume() of a GEMM asks for it.

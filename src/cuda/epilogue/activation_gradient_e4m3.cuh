@@ -4,9 +4,9 @@
 //   ds partial = <t, act(h)> over 128 columns,  dh = rnd(J_act(h)^T (s t)),  a' = rnd(s act(h))
 // dh leaves in bf16 and as codes of what bf16 holds, with a scale for each 128 columns of dg and of du. Codes of dh may
 // take the place of those of h: a warp writes where it alone reads, behind what it has read.
-// A warpgroup that does nothing else runs it (gemm/sm90/roles_scaled.cuh). All that it reads comes to shared memory by
-// cp.async: a tile's scores and scales while the tile before is stored, codes two pieces, 16 KB of outputs, ahead.
-// Registers that wait for codes it has none, and what waits for memory here, the consumers wait for.
+// A warpgroup that does nothing else runs it (gemm/sm90/roles_scaled.cuh), and the consumers wait for it when it waits
+// for memory. So all that it reads comes to shared memory by cp.async: a tile's scores and scales while the tile before
+// is stored, codes two pieces ahead of their turn. It has no registers to load them into earlier.
 #pragma once
 
 #include "../arch/approx_math.cuh"
@@ -59,20 +59,21 @@ class ActivationGradientE4m3Epilogue {
     static_assert(kOwnNumbers * kNumberBytes + 4 * kCodeBytes == kTurnBytes);
   }
 
-  // Before the first tile: all that it needs first.
+  // Asks for what the first tile begins with.
   __device__ __forceinline__ void start(WorkTile const& tile) {
     begin(tile, 0);
     arch::cp_async_wait<0>();
-    follow(tile, 0);
+    follow(0);
     fetched_ = {tile};
     TESSERA_UNROLL
     for (int piece = 0; piece < kAhead; ++piece) fetch();
   }
 
-  // Behind the last tile: nothing may come when the CTA has ended.
+  // Waits for what the last tile has asked for without need: nothing may come when the CTA has ended.
   __device__ __forceinline__ static void finish() { arch::cp_async_wait<0>(); }
 
-  // A lane asks for one of the warp's 16 rows of either consumer: for its scales, and for where its score lies.
+  // Asks for the numbers of the tile that comes next, a lane for those of one of the warp's 16 rows of either consumer:
+  // for its scales, and for where its score lies.
   __device__ __forceinline__ void begin(WorkTile const& tile, uint32_t turn) {
     ahead_ = tile;
     int const row = first_row_of_warp() + own_row_to_ask_for();
@@ -96,10 +97,10 @@ class ActivationGradientE4m3Epilogue {
     __syncwarp();
   }
 
-  // And for its score, whose place has come: pieces that were asked for later have been waited for.
-  __device__ __forceinline__ void follow(WorkTile const& tile, uint32_t turn) const {
+  // Asks for the scores of that tile. Their places have come, as pieces that were asked for later have been waited for.
+  __device__ __forceinline__ void follow(uint32_t turn) const {
     int const row = first_row_of_warp() + own_row_to_ask_for();
-    if (tile.row + row < tile.end) {
+    if (ahead_.row + row < ahead_.end) {
       uint32_t const to = numbers_of(row, turn);
       arch::cp_async_4(to, p_.gmem_scores + __float_as_uint(arch::load_shared_4(to)));
     }
@@ -107,7 +108,7 @@ class ActivationGradientE4m3Epilogue {
     __syncwarp();
   }
 
-  // The warp's 16 rows of one column group, then of the other, four at a time.
+  // Stores the warp's 16 rows of one column group, then of the other, four at a time.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t turn) {
     held_.of(consumer);
     auto const place = held_.place(0);
@@ -181,7 +182,8 @@ class ActivationGradientE4m3Epilogue {
     int consumer = 0, group = 0, piece = 0;
   };
 
-  // Asks for its codes, 16 bytes of gate and of up for each lane. Those of the last but one have been read.
+  // Asks for the codes of that piece, 16 bytes of gate and of up for each lane, in the place of codes that have been
+  // read, and goes on to the piece behind it.
   __device__ __forceinline__ void fetch() {
     auto& [tile, consumer, group, piece] = fetched_;
     int const own = lane(), chunk = own % 8;
@@ -288,7 +290,7 @@ class ActivationGradientE4m3Epilogue {
     go_on(piece + 1 == HeldTile::kPieces);
   }
 
-  // To the next piece, behind the last one of a group to the next group's first.
+  // Goes on to the next piece, behind the last one of a group to the next group's first.
   __device__ __forceinline__ void go_on(bool is_last) {
     constexpr int kBack = HeldTile::kPieces - 1, kRows = HeldTile::kPieceRows;
     int const rows = is_last ? -kBack * kRows : kRows;
@@ -339,7 +341,7 @@ class ActivationGradientE4m3Epilogue {
   Params const& p_;
   HeldTile held_;
   uint32_t smem_numbers_;
-  WorkTile ahead_ = {};
+  WorkTile ahead_ = {};  // the tile that comes next, without rows behind the last one
   Fetched fetched_ = {};
   // These are of the piece at hand: a lane's place in h, as gate, in the first slab; the rows of the expert from its
   // row on; its t; numbers of its row, from where the group's scales have the places of the first group's.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A GEMM asks two things of an epilogue: that it declares its mode, and that it has every hook of that mode. A hook
-// that has nothing to do is declared with an empty body: a misspelt or forgotten one does not compile.
+// that has nothing to do is declared with an empty body: a misspelt or forgotten one does not compile. An epilogue
+// apart reads where the configuration has row_numbers.
 //   static constexpr EpilogueMode kMode = ..    the mode of the GEMM's configuration (config.hpp)
 //
 //   hook, returns void             inline lent deferred  called by a consumer warpgroup, but for lend()
@@ -13,11 +14,16 @@
 //   keep(acc, tile, row)                         x       after the k loop: holds 64 rows, and frees the accumulators
 //   work(piece)                                  x       pieces 0, 1, .. of what it holds, under the next k loop
 //   drain()                          x     x     x       once, when there is no tile left and nothing is held
-//   begin(tile, turn)                  apart             by the storing warpgroup, before the tile's rows are held, or
-//                                                        the second half of the tile before is stored: asks for what
-//                                                        the epilogue reads. turn: 0 and 1, of tiles in turns
+//   begin(tile, turn)                  apart             by the storing warpgroup, before the tile before it is
+//                                                        stored: asks for what the epilogue reads. Behind the last tile
+//                                                        comes one without rows. turn: 0 and 1, of tiles in turns
 //   store(tile, consumer, turn)        apart             by the same, once for the rows of each consumer; mode apart
-//                                                        has no other hooks
+//                                                        has no other hooks but those of one that reads
+//   start(tile)                 apart that reads         once, ahead of the first tile: in the place of its begin()
+//                                                        and follow()
+//   follow(turn)                apart that reads         when half of the tile before is stored: asks for what lies
+//                                                        where begin() has found
+//   finish()                    apart that reads         once, behind the last tile: ends what was asked for
 //   lend(smem, p, stage, tile, i)          x             static, by one thread of the producer: fills the tile's i-th
 //                                                        lent stage, or leaves it; arrives on full[stage] once
 //   outer_rows()               with an outer product     deferred, after the k loop: the factors u of this thread's
@@ -56,6 +62,18 @@ concept HasTileBegin = requires(E& e, WorkTile const& tile, uint32_t turn) {
 template <class E>
 concept HasTileStore = requires(E& e, WorkTile const& tile, int consumer, uint32_t turn) {
   { e.store(tile, consumer, turn) } -> std::same_as<void>;
+};
+template <class E>
+concept HasStart = requires(E& e, WorkTile const& tile) {
+  { e.start(tile) } -> std::same_as<void>;
+};
+template <class E>
+concept HasFollow = requires(E& e, uint32_t turn) {
+  { e.follow(turn) } -> std::same_as<void>;
+};
+template <class E>
+concept HasFinish = requires(E& e) {
+  { e.finish() } -> std::same_as<void>;
 };
 template <class E>
 concept HasSettle = requires(E& e) {
@@ -105,6 +123,16 @@ consteval bool keeps_contract() {
     static_assert(!kApart || HasTileStore<E>,
                   "epilogue contract: mode apart calls `void store(WorkTile const&, int "
                   "consumer, uint32_t turn)`; declare it, or another mode");
+    constexpr bool kReads = kApart && kConfig.row_numbers != 0;
+    static_assert(!kReads || HasStart<E>,
+                  "epilogue contract: mode apart with row_numbers calls `void start(WorkTile "
+                  "const&)`; declare it, or set row_numbers to 0");
+    static_assert(!kReads || HasFollow<E>,
+                  "epilogue contract: mode apart with row_numbers calls `void follow(uint32_t "
+                  "turn)`; declare it, empty if what is read leads to nothing");
+    static_assert(!kReads || HasFinish<E>,
+                  "epilogue contract: mode apart with row_numbers calls `void finish()`; declare "
+                  "it, empty if nothing is under way behind the last tile");
     static_assert(
         !kApart || !(HasBegin<E> || HasSettle<E> || HasKeep<E, Acc> || HasWork<E> || HasDrain<E>),
         "epilogue contract: mode apart calls begin() and store() of a tile alone; remove the other "

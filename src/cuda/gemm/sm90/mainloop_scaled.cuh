@@ -11,6 +11,8 @@
 // docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
+#include <cstddef>
+
 #include "../../arch/sm90/wgmma_e4m3.cuh"
 #include "../scales.cuh"
 #include "consume.cuh"
@@ -85,11 +87,12 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
   for (int i = 0; i < kGroupColumns; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
   bool full = false;
   // Descriptors of the first stage are held: worked out anew, an address of shared memory waits for a special register.
+  using Shared = SharedStorage<kGemm>;
+  constexpr uint32_t kBehindA = offsetof(Shared, b) - offsetof(Shared, a);
   uint32_t const smem_a = arch::forgotten(arch::shared_address(smem.a));
   uint64_t const first_a =
       arch::wgmma_descriptor_k_major(smem_a + row * static_cast<uint32_t>(kGemm.tile.k));
-  uint64_t const first_b =
-      arch::wgmma_descriptor_k_major(smem_a + static_cast<uint32_t>(sizeof(smem.a)));
+  uint64_t const first_b = arch::wgmma_descriptor_k_major(smem_a + kBehindA);
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
     if (!full) wait_full<kGemm>(smem, state);
@@ -140,8 +143,8 @@ __device__ __forceinline__ void consume_scaled(ScaledStorage<kGemm>& smem, GemmP
   }
 }
 
-// Stores what consumers hold: a warp the rows of the same warp of either. An epilogue that reads asks for a tile's
-// numbers before the one ahead of it is stored, and for those that these lead to when half of that has been.
+// Stores what consumers hold: a warp the rows of the same warp of either. An epilogue that reads asks for what a tile
+// needs while the tile before it is stored (epilogue/contract.hpp).
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
                                              typename Epilogue::Params const& epilogue_params) {
@@ -172,7 +175,7 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
       if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.stored[warp]);
       __syncwarp();
       if constexpr (kReads) {
-        if (consumer == 0) epilogue.follow(ahead, turn ^ 1);
+        if (consumer == 0) epilogue.follow(turn ^ 1);
       }
     }
   }

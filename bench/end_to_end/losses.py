@@ -9,8 +9,8 @@ A run that is over is in the state file, with its loss at every step and on held
 those that are missing, and --seconds ends it between runs. torch-grouped-mm beside hf-grouped-mm, and NAME#2, a copy of
 NAME, say how far two roundings of one model come apart.
 
-Runs of one seed are thrown apart by the first hundred steps, in which the loss falls fast: which of them is a few steps
-ahead is chance, a program's own copies included. With --shared-steps the first of --experts trains these for all.
+Runs of one seed part in the first hundred steps, in which the loss falls fast: which of them is a few steps ahead is
+chance, as copies of one program show. With --shared-steps the first of --experts trains these steps for all.
 """
 
 import argparse

@@ -24,7 +24,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 SUITE = pathlib.Path(sys.argv[0]).resolve().parent
 
-# What every test includes, compiled once for all programs.
+# Every test includes these headers; they are compiled once for all programs.
 HEADERS = "algorithm array cmath cstdint cstring functional random string vector gtest/gtest.h".split()
 
 # Against mutants that never end, and nothing else: a mutant takes up to five minutes where twenty other programs run.

@@ -457,7 +457,8 @@ QUICK = {
 }
 
 
-# What mutants of programs that several share change, and the compiler evaluates elsewhere.
+# Mutants change these declarations. Where several mutants share a program, the compiler may not evaluate them: which
+# mutant it is, only the running program knows.
 AT_RUN_TIME = {"cuda/host/gemm_params.hpp": ("constexpr int kBytes",)}
 
 

@@ -323,7 +323,7 @@ MUTANTS = [
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")
 # This one copies when the kernel's scope ends.
 ALONE = ("scales of A are copied behind the multiplications",)
-# What mutants of programs that several share change, and the compiler evaluates elsewhere.
+# Mutants change these declarations, which the compiler may not evaluate in a shared program (../mutants_test.py).
 AT_RUN_TIME = {
     WORDS: ("constexpr uint32_t bits() const {\n    constexpr uint32_t kUe8m0",
             "constexpr uint64_t bits() const {\n    constexpr uint64_t kVersion",

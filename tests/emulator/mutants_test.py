@@ -258,7 +258,7 @@ MUTANTS = [
     ("a score is left out of a' of codes", "cuda/epilogue/activation_gradient_e4m3.cuh",
      "arch::pack_bf16(factors.score_up * low.a,", "arch::pack_bf16(2 * factors.half_up * low.a,", "a', row"),
     ("a row has the score of the slot that it is", "cuda/epilogue/activation_gradient_e4m3.cuh",
-     "__float_as_uint(arch::load_shared_4(to))", "tile.row + row", "FAILED  ] DownProjectionDgradE4m3"),
+     "__float_as_uint(arch::load_shared_4(to))", "ahead_.row + row", "FAILED  ] DownProjectionDgradE4m3"),
     ("up has gate's scale of h", "cuda/epilogue/activation_gradient_e4m3.cuh",
      "smem_row_ + place_of_scale(0, 1)", "smem_row_ + place_of_scale(0, 0)", "FAILED  ] DownProjectionDgradE4m3"),
     ("column groups of h have one scale", "cuda/epilogue/activation_gradient_e4m3.cuh",

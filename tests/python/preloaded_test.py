@@ -8,6 +8,9 @@ import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
+
+import programs
 
 SOCKET = os.environ.get("TESSERA_PRELOADED", "")
 PRELOADED = pathlib.Path(__file__).parent / "preloaded.py"
@@ -70,6 +73,16 @@ class Forked(unittest.TestCase):
         first, second = (self.start(text).communicate() for _ in range(2))
         self.assertRegex(first[0], r"^0\.\d+$")
         self.assertEqual(first, second)
+
+
+class NobodyListens(unittest.TestCase):
+    def test_a_script_starts_by_itself(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                mock.patch.dict(os.environ, TESSERA_PRELOADED=f"{folder}/ended.socket"):
+            script = pathlib.Path(folder) / "script.py"
+            script.write_text("print('said')")
+            said = subprocess.run(programs.command(script), capture_output=True, text=True, check=False)
+        self.assertEqual((said.stdout, said.stderr), ("said\n", ""))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ PRELOADED = pathlib.Path(__file__).parent / "preloaded.py"
 def command(script: pathlib.Path, *arguments) -> list[str]:
     """What runs the script. Where it is forked, what it is started with is a process that ends as the script does, and
     takes the script with it; of signals only SIGKILL does what it does to a script without that process."""
-    server = os.environ.get("TESSERA_PRELOADED")
-    start = ["-I", "-S", "-B", PRELOADED, "run", server] if server else ["-W", "ignore"]
+    server = os.environ.get("TESSERA_PRELOADED", "")
+    forks = pathlib.Path(server).is_socket()  # as in run.sh: the process has ended where ctest leaves its fixture out
+    start = ["-I", "-S", "-B", PRELOADED, "run", server] if forks else ["-W", "ignore"]
     return [sys.executable, *map(str, (*start, script, *arguments))]
 
 

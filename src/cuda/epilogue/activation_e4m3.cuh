@@ -6,6 +6,8 @@
 // A warpgroup that does nothing else runs it (gemm/sm90/roles_scaled.cuh).
 #pragma once
 
+#include <type_traits>
+
 #include "../arch/approx_math.cuh"
 #include "../arch/convert_e4m3.cuh"
 #include "../arch/store_global.cuh"
@@ -17,8 +19,9 @@
 namespace tessera::cuda::gemm {
 
 struct ActivationE4m3Params {
-  void* gmem_h;          // (rows, 2 * columns); null: not stored
-  void* gmem_a;          // (rows, columns); null: not stored
+  // An output that is null is not stored.
+  void* gmem_h;          // (rows, 2 * columns)
+  void* gmem_a;          // (rows, columns)
   float* gmem_h_scales;  // (2 * columns / 128, scale_pitch), e4m3 only, as is the next
   float* gmem_a_scales;  // (columns / 128, scale_pitch)
   int64_t scale_pitch;
@@ -44,129 +47,151 @@ class ActivationE4m3Epilogue {
   // The warp's 16 rows, four at a time.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t) {
     held_.of(consumer);
-    row_ = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
-    end_ = tile.end;
-    n_tile_ = tile.n_tile;
+    auto const place = held_.gated_place();
+    int const first_row = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
+    int64_t const row = first_row + place.row, column = tile.n_tile * kColumns + place.column;
+    smem_ = place.smem;
+    rows_left_ = tile.end - first_row - place.row;
+    gmem_h_ = static_cast<Out*>(p_.gmem_h) + row * (2 * p_.columns) + column;
+    gmem_a_ = static_cast<Out*>(p_.gmem_a) + row * p_.columns + column;
 #pragma unroll 1
     for (int piece = 0; piece < HeldTile::kPieces; ++piece) {
-      if (p_.gmem_h != nullptr) {
-        store_h(piece, 0);
-        store_h(piece, 1);
-      }
-      if (p_.gmem_a != nullptr) store_a(piece);
+      store_piece(piece);
+      smem_ = HeldTile::next_piece(smem_);
+      rows_left_ -= HeldTile::kPieceRows;
+      gmem_h_ += HeldTile::kPieceRows * (2 * p_.columns);
+      gmem_a_ += HeldTile::kPieceRows * p_.columns;
+    }
+    if constexpr (kOut == Element::kE4m3) {
+      store_scales(tile, first_row + HeldTile::gated_quarter() * HeldTile::kPieceRows + place.row);
     }
   }
 
  private:
-  using Place = typename HeldTile::GatedPlace;
   using Function = ActivationFunction<kKind>;
+  using Out = std::conditional_t<kOut == Element::kBf16, bf16, uint8_t>;
   static constexpr int kColumns = kGemm.tile.n / 2;  // of a, per tile
   static constexpr int kPairs = 8;                   // a lane's, of gate and of up
+  static_assert(HeldTile::kPieces == 4);             // a lane keeps the scales of one piece
 
-  // All lanes call these. Shares are read where they are used and places are worked out twice, as registers are few.
-  __device__ __forceinline__ void store_h(int piece, int half) const {
-    Place const at = held_.gated_place(piece);
-    uint32_t h[kPairs];
-    TESSERA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      uint4 const chunk = at.load(half, i);
-      h[4 * i] = chunk.x;
-      h[4 * i + 1] = chunk.y;
-      h[4 * i + 2] = chunk.z;
-      h[4 * i + 3] = chunk.w;
-    }
-    if constexpr (kOut == Element::kBf16) {
-      store_pairs(p_.gmem_h, piece, 2 * p_.columns, half * p_.columns, h);
-    } else {
-      uint32_t largest = 0;
-      TESSERA_UNROLL
-      for (int i = 0; i < kPairs; ++i) largest = arch::max_magnitudes_bf16(largest, h[i]);
-      core::BlockScale const scale = scale_of_row(max(largest << 16, largest & 0xffff0000u));
-      uint32_t codes[kPairs / 2];
-      TESSERA_UNROLL
-      for (int i = 0; i < kPairs / 2; ++i) {
-        codes[i] =
-            codes_of(arch::unpack_bf16(h[2 * i]), arch::unpack_bf16(h[2 * i + 1]), scale.inverse);
+  // All lanes call it.
+  __device__ __forceinline__ void store_piece(int piece) {
+    uint32_t gates[kPairs], ups[kPairs];
+    load(gates, 0);
+    load(ups, 1);
+    if (p_.gmem_h != nullptr) {
+      if constexpr (kOut == Element::kBf16) {
+        store_pairs(gmem_h_, gates);
+        store_pairs(gmem_h_ + p_.columns, ups);
+      } else {
+        store_codes_of_h(piece, gates, ups);
       }
-      store_codes(p_.gmem_h, piece, 2 * p_.columns, half * p_.columns, codes);
-      store_scale(p_.gmem_h_scales, piece, half, scale.scale);
+    }
+    if (p_.gmem_a != nullptr) store_a(piece, gates, ups);
+  }
+  __device__ __forceinline__ void load(uint32_t (&pairs)[kPairs], int half) const {
+    TESSERA_UNROLL
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      uint4 const four = HeldTile::load_gated(smem_, half, chunk);
+      pairs[4 * chunk] = four.x;
+      pairs[4 * chunk + 1] = four.y;
+      pairs[4 * chunk + 2] = four.z;
+      pairs[4 * chunk + 3] = four.w;
     }
   }
 
-  __device__ __forceinline__ void store_a(int piece) const {
-    Place const at = held_.gated_place(piece);
-    float2 a[kPairs];
+  // The largest magnitudes of gate and up are bf16, so the lanes of a row find them together; those of the first column
+  // group work out the scale of gate, the others that of up.
+  __device__ __forceinline__ void store_codes_of_h(int piece, uint32_t const (&gates)[kPairs],
+                                                   uint32_t const (&ups)[kPairs]) {
+    uint32_t const gate = largest_of(gates), up = largest_of(ups);
+    auto const larger = [](uint32_t first, uint32_t second) {
+      return arch::larger_magnitudes_bf16(first, second);
+    };
+    uint32_t const largest = HeldTile::fold_gated_row(
+        larger(arch::low_halves(gate, up), arch::high_halves(gate, up)), larger);
+    bool const has_up = HeldTile::gated_group() != 0;
+    float const scale = block_scale((has_up ? largest : largest << 16) & 0x7fff0000u);
+    keep(h_scale_, piece, scale);
+    float const own = arch::reciprocal(scale);
+    float const other = __shfl_xor_sync(arch::kAllLanes, own, 8);
+    store_codes(gmem_h_, gates, has_up ? other : own);
+    store_codes(gmem_h_ + p_.columns, ups, has_up ? own : other);
+  }
+  __device__ __forceinline__ static uint32_t largest_of(uint32_t const (&pairs)[kPairs]) {
+    uint32_t largest = pairs[0];
     TESSERA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      uint4 const gate = at.load(0, i), up = at.load(1, i);
-      a[4 * i] = activate(gate.x, up.x);
-      a[4 * i + 1] = activate(gate.y, up.y);
-      a[4 * i + 2] = activate(gate.z, up.z);
-      a[4 * i + 3] = activate(gate.w, up.w);
+    for (int i = 1; i < kPairs; ++i) largest = arch::larger_magnitudes_bf16(largest, pairs[i]);
+    return largest;
+  }
+  __device__ __forceinline__ void store_codes(Out* to, uint32_t const (&pairs)[kPairs],
+                                              float r) const {
+    uint32_t codes[kPairs / 2];
+    TESSERA_UNROLL
+    for (int i = 0; i < kPairs / 2; ++i) {
+      codes[i] = codes_of(arch::unpack_bf16(pairs[2 * i]), arch::unpack_bf16(pairs[2 * i + 1]), r);
     }
+    store_16(to, codes[0], codes[1], codes[2], codes[3]);
+  }
+
+  __device__ __forceinline__ void store_a(int piece, uint32_t const (&gates)[kPairs],
+                                          uint32_t const (&ups)[kPairs]) {
     if constexpr (kOut == Element::kBf16) {
       uint32_t pairs[kPairs];
       TESSERA_UNROLL
-      for (int i = 0; i < kPairs; ++i) pairs[i] = arch::pack_bf16(a[i].x, a[i].y);
-      store_pairs(p_.gmem_a, piece, p_.columns, 0, pairs);
+      for (int i = 0; i < kPairs; ++i) {
+        float2 const a = activate(gates[i], ups[i]);
+        pairs[i] = arch::pack_bf16(a.x, a.y);
+      }
+      store_pairs(gmem_a_, pairs);
     } else {
+      float2 a[kPairs];
       float largest = 0;
       TESSERA_UNROLL
       for (int i = 0; i < kPairs; ++i) {
+        a[i] = activate(gates[i], ups[i]);
         largest = arch::max_magnitude(arch::max_magnitude(largest, a[i].x), a[i].y);
       }
-      core::BlockScale const scale = scale_of_row(__float_as_uint(largest));
+      float const scale = block_scale(HeldTile::fold_gated_row(
+          __float_as_uint(largest),
+          [](uint32_t first, uint32_t second) { return max(first, second); }));
+      keep(a_scale_, piece, scale);
+      float const r = arch::reciprocal(scale);
       uint32_t codes[kPairs / 2];
       TESSERA_UNROLL
-      for (int i = 0; i < kPairs / 2; ++i) {
-        codes[i] = codes_of(a[2 * i], a[2 * i + 1], scale.inverse);
-      }
-      store_codes(p_.gmem_a, piece, p_.columns, 0, codes);
-      store_scale(p_.gmem_a_scales, piece, 0, scale.scale);
+      for (int i = 0; i < kPairs / 2; ++i) codes[i] = codes_of(a[2 * i], a[2 * i + 1], r);
+      store_16(gmem_a_, codes[0], codes[1], codes[2], codes[3]);
     }
   }
 
-  // Returns the place of a lane's share in a tensor whose rows are so wide, from column `first` on; null where the row
-  // is not the tile's.
-  template <class T>
-  __device__ __forceinline__ T* share(void* gmem, int piece, int width, int first) const {
-    Place const to = held_.gated_place(static_cast<int>(arch::forgotten(uint32_t(piece))));
-    int const row = row_ + to.row;
-    return row < end_ ? static_cast<T*>(gmem) + int64_t{row} * width + first + n_tile_ * kColumns +
-                            to.column
-                      : nullptr;
+  __device__ __forceinline__ void store_pairs(Out* to, uint32_t const (&pairs)[kPairs]) const {
+    store_16(to, pairs[0], pairs[1], pairs[2], pairs[3]);
+    store_16(to + kPairs, pairs[4], pairs[5], pairs[6], pairs[7]);
   }
-  __device__ __forceinline__ void store_pairs(void* gmem, int piece, int width, int first,
-                                              uint32_t const (&pairs)[kPairs]) const {
-    bf16* const to = share<bf16>(gmem, piece, width, first);
-    if (to != nullptr) {
-      arch::store_streaming_16(to, {pairs[0], pairs[1], pairs[2], pairs[3]});
-      arch::store_streaming_16(to + kPairs, {pairs[4], pairs[5], pairs[6], pairs[7]});
-    }
+  __device__ __forceinline__ void store_16(Out* to, uint32_t x, uint32_t y, uint32_t z,
+                                           uint32_t w) const {
+    arch::store_streaming_16(to, {x, y, z, w}, rows_left_ > 0);
     __syncwarp();
   }
-  __device__ __forceinline__ void store_codes(void* gmem, int piece, int width, int first,
-                                              uint32_t const (&codes)[kPairs / 2]) const {
-    uint8_t* const to = share<uint8_t>(gmem, piece, width, first);
-    if (to != nullptr) arch::store_streaming_16(to, {codes[0], codes[1], codes[2], codes[3]});
-    __syncwarp();
+
+  // All eight lanes that have a row know its scale; one keeps it until all pieces are stored.
+  __device__ __forceinline__ static void keep(float& kept, int piece, float scale) {
+    kept = HeldTile::gated_quarter() == piece ? scale : kept;
   }
-  __device__ __forceinline__ void store_scale(float* gmem, int piece, int half, float scale) const {
-    int const row =
-        row_ + held_.gated_place(static_cast<int>(arch::forgotten(uint32_t(piece)))).row;
-    int const block = n_tile_ + half * (p_.columns / kColumns);
-    if (row < end_ && HeldTile::is_first_of_gated_row()) gmem[block * p_.scale_pitch + row] = scale;
+  // Scales of the row of the piece that the lane has kept.
+  __device__ __forceinline__ void store_scales(WorkTile const& tile, int row) const {
+    int const group = HeldTile::gated_group();
+    bool const exists = row < tile.end;
+    int64_t const block = tile.n_tile + group * (p_.columns / kColumns);
+    arch::store_4(p_.gmem_h_scales + block * p_.scale_pitch + row, h_scale_,
+                  exists && p_.gmem_h != nullptr);
+    arch::store_4(p_.gmem_a_scales + tile.n_tile * p_.scale_pitch + row, a_scale_,
+                  exists && group == 0 && p_.gmem_a != nullptr);
     __syncwarp();
   }
 
   __device__ __forceinline__ static uint32_t codes_of(float2 v, float2 w, float r) {
     return arch::pack_e4m3(v.x * r, v.y * r, w.x * r, w.y * r);
-  }
-
-  // The scale of a row, from the largest magnitude in each lane's share as bits of fp32.
-  __device__ __forceinline__ static core::BlockScale scale_of_row(uint32_t largest) {
-    float const scale = block_scale(HeldTile::max_of_gated_row(largest));
-    return {scale, arch::reciprocal(scale)};
   }
 
   __device__ __forceinline__ float2 activate(uint32_t gates, uint32_t ups) const {
@@ -176,9 +201,13 @@ class ActivationE4m3Epilogue {
 
   Params const& p_;
   HeldTile held_;
-  int row_ = 0;  // the warp's first
-  int end_ = 0;
-  int n_tile_ = 0;
+  // These are of the piece at hand: a lane's place in the slabs, in h, as gate, and in a; the rows of the expert from
+  // its row on.
+  uint32_t smem_ = 0;
+  Out* gmem_h_ = nullptr;
+  Out* gmem_a_ = nullptr;
+  int rows_left_ = 0;
+  float h_scale_ = 0, a_scale_ = 0;  // kept
 };
 
 }  // namespace tessera::cuda::gemm

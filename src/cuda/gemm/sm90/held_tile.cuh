@@ -69,34 +69,36 @@ class HeldTile {
   // group, bits 2 and 4 which row. So the eight lanes that shared memory serves at a time have two rows of one slab,
   // whose chunks lie in different banks.
   struct GatedPlace {
-    uint32_t smem;  // of the first chunk of gate
-    int row;        // among the warp's 16
+    uint32_t smem;  // of the first chunk of gate, in the first piece
+    int row;        // among the four of a piece
     int column;     // the first one among the 128 of either half
-
-    // Eight of the columns.
-    __device__ __forceinline__ uint4 load(int half, int chunk) const {
-      return arch::load_shared_16((smem ^ (chunk << 4)) + half * kSlabBytes);
-    }
   };
-  __device__ __forceinline__ GatedPlace gated_place(int piece) const {
+  __device__ __forceinline__ GatedPlace gated_place() const {
     uint32_t const thread = arch::forgotten(threadIdx.x), lane = thread % arch::kWarpThreads;
-    int const quarter = lane % 4, group = lane / 8 % 2;
-    int const row = piece * kPieceRows + lane / 4 % 2 + lane / 16 * 2;
-    return {
-        .smem = smem_row(thread, row) + group * (2 * kSlabBytes) + ((2 * quarter ^ (row & 7)) << 4),
-        .row = row,
-        .column = group * kSlabColumns + quarter * 16};
+    int const row = lane / 4 % 2 + lane / 16 * 2;
+    return {.smem = smem_row(thread, row) + gated_group() * (2 * kSlabBytes) +
+                    ((2 * gated_quarter() ^ row) << 4),
+            .row = row,
+            .column = gated_group() * kSlabColumns + gated_quarter() * 16};
   }
-  // The largest of the values of the eight lanes that have a row; all lanes call it, and one of the eight is first.
-  __device__ __forceinline__ static uint32_t max_of_gated_row(uint32_t value) {
+  __device__ __forceinline__ static int gated_quarter() { return arch::lane_idx() % 4; }
+  __device__ __forceinline__ static int gated_group() { return arch::lane_idx() / 8 % 2; }
+  // Eight columns of the first chunk or the second, of gate or of up.
+  __device__ __forceinline__ static uint4 load_gated(uint32_t smem, int half, int chunk) {
+    return arch::load_shared_16((smem ^ (chunk << 4)) + half * kSlabBytes);
+  }
+  // The same place in the next piece, whose rows are the other four of the eight of a swizzle.
+  __device__ __forceinline__ static uint32_t next_piece(uint32_t smem) {
+    return (smem ^ kPieceRows << 4) + kPieceBytes;
+  }
+  // Folds the values of the eight lanes that have a row; all lanes call it.
+  template <class Fold>
+  __device__ __forceinline__ static uint32_t fold_gated_row(uint32_t value, Fold&& fold) {
     TESSERA_UNROLL
     for (int bit : {1, 2, 8}) {
-      value = max(value, __shfl_xor_sync(arch::kAllLanes, value, bit));
+      value = fold(value, __shfl_xor_sync(arch::kAllLanes, value, bit));
     }
     return value;
-  }
-  __device__ __forceinline__ static bool is_first_of_gated_row() {
-    return arch::lane_idx() % 4 == 0 && arch::lane_idx() / 8 % 2 == 0;
   }
 
  private:

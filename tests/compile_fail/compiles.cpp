@@ -5,7 +5,7 @@
 struct InlineEpilogue : Inline, Begin, Store, Settle, Drain {};
 struct LentEpilogue : Lent, Begin, RingStore, Settle, Drain, Lend {};
 struct DeferredEpilogue : Deferred, Begin, Keep, Work, Drain {};
-struct ApartEpilogue : Apart, TileBegin, TileStore {};
+struct ApartEpilogue : Apart, TileStore {};
 struct ReadingEpilogue : Apart, Start, TileBegin, Follow, TileStore, Finish {};
 struct OuterProductEpilogue : Deferred, Begin, Keep, Work, Drain, OuterRows {};
 

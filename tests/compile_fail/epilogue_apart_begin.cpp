@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// An epilogue of the storing warpgroup that never asks for what it reads.
-// error: epilogue contract: mode apart calls `void begin(WorkTile const&, uint32_t
+// An epilogue of the storing warpgroup that reads and never asks for it.
+// error: epilogue contract: mode apart with row_numbers calls `void begin(WorkTile
 #include "epilogues.hpp"
 
-struct Epilogue : Apart, TileStore {};
+struct Epilogue : Apart, Start, Follow, TileStore, Finish {};
 
-static_assert(fits<kApart, Epilogue>);
+static_assert(fits<kReading, Epilogue>);

@@ -3,6 +3,6 @@
 // error: epilogue contract: mode apart calls `void store(WorkTile const&, int
 #include "epilogues.hpp"
 
-struct Epilogue : Apart, TileBegin, Store {};
+struct Epilogue : Apart, Store {};
 
 static_assert(fits<kApart, Epilogue>);

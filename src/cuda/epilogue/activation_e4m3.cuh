@@ -42,8 +42,6 @@ class ActivationE4m3Epilogue {
     static_assert(Function::kGated && kGemm.b_halves() == 2);
   }
 
-  __device__ __forceinline__ void begin(WorkTile const&, uint32_t) const {}
-
   // The warp's 16 rows, four at a time.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t) {
     held_.of(consumer);

@@ -26,8 +26,6 @@ class StoreHeld {
     static_assert(kGemm.b_halves() == 1);
   }
 
-  __device__ __forceinline__ void begin(WorkTile const&, uint32_t) const {}
-
   // The warp's 16 rows, four at a time.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t) {
     held_.of(consumer);

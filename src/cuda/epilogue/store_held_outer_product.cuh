@@ -34,8 +34,6 @@ class StoreHeldOuterProduct {
     static_assert(kGemm.b_halves() == 1);
   }
 
-  __device__ __forceinline__ void begin(WorkTile const&, uint32_t) const {}
-
   // The warp's 16 rows, four at a time, 64 columns of each.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer, uint32_t) {
     held_.of(consumer);

@@ -14,11 +14,11 @@
 //   keep(acc, tile, row)                         x       after the k loop: holds 64 rows, and frees the accumulators
 //   work(piece)                                  x       pieces 0, 1, .. of what it holds, under the next k loop
 //   drain()                          x     x     x       once, when there is no tile left and nothing is held
-//   begin(tile, turn)                  apart             by the storing warpgroup, before the tile before it is
-//                                                        stored: asks for what the epilogue reads. Behind the last tile
-//                                                        comes one without rows. turn: 0 and 1, of tiles in turns
-//   store(tile, consumer, turn)        apart             by the same, once for the rows of each consumer; mode apart
-//                                                        has no other hooks but those of one that reads
+//   store(tile, consumer, turn)        apart             by the storing warpgroup, once for the rows of each consumer;
+//                                                        mode apart has no other hooks but those of one that reads.
+//                                                        turn: 0 and 1, of tiles in turns
+//   begin(tile, turn)           apart that reads         before the tile before it is stored: asks for what the
+//                                                        epilogue reads. Behind the last tile comes one without rows
 //   start(tile)                 apart that reads         once, ahead of the first tile: in the place of its begin()
 //                                                        and follow()
 //   follow(turn)                apart that reads         when half of the tile before is stored: asks for what lies
@@ -117,13 +117,13 @@ consteval bool keeps_contract() {
                   "epilogue, or set GemmConfig::epilogue.mode");
 
     constexpr bool kApart = kMode == EpilogueMode::kApart;
-    static_assert(!kApart || HasTileBegin<E>,
-                  "epilogue contract: mode apart calls `void begin(WorkTile const&, uint32_t "
-                  "turn)`; declare it, empty if nothing is read");
     static_assert(!kApart || HasTileStore<E>,
                   "epilogue contract: mode apart calls `void store(WorkTile const&, int "
                   "consumer, uint32_t turn)`; declare it, or another mode");
     constexpr bool kReads = kApart && kConfig.row_numbers != 0;
+    static_assert(!kReads || HasTileBegin<E>,
+                  "epilogue contract: mode apart with row_numbers calls `void begin(WorkTile "
+                  "const&, uint32_t turn)`; declare it, or set row_numbers to 0");
     static_assert(!kReads || HasStart<E>,
                   "epilogue contract: mode apart with row_numbers calls `void start(WorkTile "
                   "const&)`; declare it, or set row_numbers to 0");
@@ -135,8 +135,8 @@ consteval bool keeps_contract() {
                   "it, empty if nothing is under way behind the last tile");
     static_assert(
         !kApart || !(HasBegin<E> || HasSettle<E> || HasKeep<E, Acc> || HasWork<E> || HasDrain<E>),
-        "epilogue contract: mode apart calls begin() and store() of a tile alone; remove the other "
-        "hooks, or declare their mode");
+        "epilogue contract: mode apart has no hook that a consumer calls; remove it, or declare "
+        "its mode");
     static_assert(
         kApart || HasBegin<E>,
         "epilogue contract: every mode but apart calls `void begin(WorkTile const&, int row, int "

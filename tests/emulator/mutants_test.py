@@ -214,7 +214,7 @@ MUTANTS = [
      "kept = HeldTile::gated_quarter() == piece ? scale : kept;", "kept = scale;",
      "FAILED  ] UpProjectionFwdE4m3"),
     ("a piece is read in the places of the one before", "cuda/gemm/sm90/held_tile.cuh",
-     "(smem ^ kPieceRows << 4) + kPieceBytes", "smem + kPieceBytes", "FAILED  ] UpProjectionFwdE4m3"),
+     "(smem ^ kPieceRows << 4) + step", "smem + step", "FAILED  ] UpProjectionFwdE4m3"),
     ("the slabs of y lie on each other", "cuda/epilogue/store_held.cuh",
      "gmem + slab * kSlabColumns", "gmem", "FAILED  ] DownProjectionFwdE4m3"),
     ("scales of a lie as rows without padding", "cuda/kernels/down_projection_fwd_e4m3.cuh",

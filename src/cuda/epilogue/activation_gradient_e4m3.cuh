@@ -296,10 +296,9 @@ class ActivationGradientE4m3Epilogue {
     int const rows = is_last ? -kBack * kRows : kRows;
     at_ += int64_t{rows} * (2 * p_.columns) + (is_last ? kGroupColumns : 0);
     rows_left_ -= rows;
-    // Rows of a piece are four of the eight of a swizzle.
-    smem_t_ =
-        (smem_t_ ^ kRows << 4) + (is_last ? 2 * HeldTile::kSlabBytes - kBack * HeldTile::kPieceBytes
-                                          : HeldTile::kPieceBytes);
+    smem_t_ = HeldTile::next_piece(
+        smem_t_,
+        is_last ? 2 * HeldTile::kSlabBytes - kBack * HeldTile::kPieceBytes : HeldTile::kPieceBytes);
     smem_row_ += (is_last ? kGroupNumberBytes : 0) + rows * sizeof(float);
   }
 

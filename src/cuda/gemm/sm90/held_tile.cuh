@@ -87,9 +87,11 @@ class HeldTile {
   __device__ __forceinline__ static uint4 load_gated(uint32_t smem, int half, int chunk) {
     return arch::load_shared_16((smem ^ (chunk << 4)) + half * kSlabBytes);
   }
-  // The same place in the next piece, whose rows are the other four of the eight of a swizzle.
-  __device__ __forceinline__ static uint32_t next_piece(uint32_t smem) {
-    return (smem ^ kPieceRows << 4) + kPieceBytes;
+  // The same place in the next piece, which lies `step` further on: its rows are the other four of the eight of a
+  // swizzle.
+  __device__ __forceinline__ static uint32_t next_piece(uint32_t smem,
+                                                        uint32_t step = kPieceBytes) {
+    return (smem ^ kPieceRows << 4) + step;
   }
   // Folds the values of the eight lanes that have a row; all lanes call it.
   template <class Fold>

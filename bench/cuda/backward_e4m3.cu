@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of activations with e4m3 operands beside those with bf16, on the same dO, h, weights and routing, in
 // one process: down_projection_dgrad, also where it stores nothing, and up_projection_dgrad of the codes that it made.
-// And the quantisers that a backward pass needs, that of w_up behind the gradient of w_down and beside it. Kernels run
-// in random order and the host never waits in between.
+// And the quantisers that a backward pass needs. Kernels run in random order and the host never waits in between.
 // Checked first, on rows of all experts, against plain kernels in fp32 that read the same codes: dh, a', ds and dx
 // rows; codes and scales of dh are the bytes that the CPU makes of these dh; two runs have equal bytes, as has one
-// whose codes of dh lie over those of h; codes of w_up made beside a kernel are those made alone. The checks must
-// reject the next row.
+// whose codes of dh lie over those of h. The checks must reject the next row.
 // Options: e4m3_bench.cuh.
 #include "../../src/cuda/kernels/down_projection_dgrad.cuh"
 #include "../../src/cuda/kernels/down_projection_dgrad_e4m3.cuh"
-#include "../../src/cuda/kernels/projection_wgrad.cuh"
 #include "../../src/cuda/kernels/quantise.cuh"
 #include "../../src/cuda/kernels/up_projection_dgrad.cuh"
 #include "../../src/cuda/kernels/up_projection_dgrad_e4m3.cuh"
@@ -120,8 +117,6 @@ struct Problem {
         dh8(h.count()),
         w_up_t(w_up.count()),
         w_down_t(w_down.count()),
-        dw_down(w_down.count()),
-        block_counter(std::vector<uint32_t>{0}),
         d_o_scales(d_o.count() / kBlock),
         h_scales(2 * s.intermediate / kBlock * pitch),
         dh8_scales(h_scales.count()),
@@ -157,43 +152,10 @@ struct Problem {
                                                       .gmem_values = dx.get()},
                                                      nullptr));
   }
-  cuda::QuantiseWeightsArguments w_up_to_quantise() const {
+  void quantise_w_up() const {
     auto args = weights_to_quantise(w_up.get(), 2, shape.intermediate, shape.hidden, shape.experts);
     args.gmem_codes_t = w_up_t.get(), args.gmem_scales_t = w_up_t_scales.get();
-    return args;
-  }
-  void quantise_w_up() const {
-    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(w_up_to_quantise(), nullptr));
-  }
-  // Beside the gradient of w_down, which has all SMs but `left`.
-  void quantise_w_up_beside(int sms, int left) const {
-    launch_down_wgrad(sms - left);
-    TESSERA_CUDA(cuda::launch_quantise_weights_beside<true>(
-        {w_up_to_quantise(), block_counter.get()}, sms, nullptr));
-  }
-  // dw_down = dO^T a', in bf16.
-  void launch_down_wgrad(int sms) const {
-    int64_t const d = shape.hidden, n = shape.intermediate;
-    cuda::WgradArguments const args = {.left = {d_o.get(), shape.tokens, d},
-                                       .gmem_gather_index = index.get(),
-                                       .gmem_expert_offsets = offsets.get(),
-                                       .gmem_right = a_scaled.get(),
-                                       .halves = 1,
-                                       .dw = {{.gmem = dw_down.get(),
-                                               .expert_stride = d * n,
-                                               .row_stride = 1,
-                                               .column_stride = n,
-                                               .block = n}},
-                                       .is_fp32 = false,
-                                       .accumulates = false,
-                                       .rows = rows,
-                                       .hidden = d,
-                                       .intermediate = n,
-                                       .experts = shape.experts,
-                                       .gmem_tile_counter = counter.get()};
-    using Config = cuda::ProjectionWgradConfig<Major::kRows, cuda::Gradient::kBf16, Boxes::kTile,
-                                               cuda::gemm::Sharing::kMulticast>;
-    TESSERA_CUDA(cuda::launch_projection_wgrad_config<Config>(args, sms, nullptr));
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(args, nullptr));
   }
   void quantise_w_down() const {
     auto args =
@@ -323,8 +285,6 @@ struct Problem {
   DeviceBuffer<bf16> d_o, h, w_up, w_down, dh, a_scaled, dx;
   DeviceBuffer<float> partials;
   DeviceBuffer<uint8_t> d_o8, h8, dh8, w_up_t, w_down_t;
-  DeviceBuffer<bf16> dw_down;
-  DeviceBuffer<uint32_t> block_counter;
   DeviceBuffer<float> d_o_scales, h_scales, dh8_scales, w_up_t_scales, w_down_t_scales;
 };
 
@@ -352,7 +312,6 @@ class Check {
     fetch();
     bool const repeats = run() == first;
     bool const over_h = run_over_h() == first;
-    bool const beside = quantises_beside();
     bool right = true;
     for (size_t i = 0; i < rows_.size() && right; ++i) right = accepts(rows_[i], i);
     bool rejects = true;
@@ -367,13 +326,13 @@ class Check {
       rejects = rejects && !codes_are_right(wrong);
     }
     std::printf(
-        "%s: %zu rows %s, %s, over h %s, codes of w_up made beside a kernel: %s, other rows %s; "
-        "largest errors of a row's norm: dh %.2e, a' %.2e, dx %.2e\n",
+        "%s: %zu rows %s, %s, over h %s, other rows %s; largest errors of a row's norm: dh %.2e, "
+        "a' %.2e, dx %.2e\n",
         p_.shape.name, rows_.size(), right ? "right" : "WRONG",
         repeats ? "equal bytes" : "OTHER BYTES in a second run",
-        over_h ? "equal bytes" : "OTHER BYTES", beside ? "equal bytes" : "OTHER BYTES",
-        rejects ? "rejected" : "ACCEPTED", worst_dh_, worst_a_, worst_dx_);
-    return right && repeats && over_h && beside && rejects;
+        over_h ? "equal bytes" : "OTHER BYTES", rejects ? "rejected" : "ACCEPTED", worst_dh_,
+        worst_a_, worst_dx_);
+    return right && repeats && over_h && rejects;
   }
 
  private:
@@ -394,25 +353,6 @@ class Check {
     p_.partials.poison();
     p_.launch_down_over_h(sms_, codes.get(), scales.get());
     return sum_of_outputs(codes.get(), scales.get());
-  }
-  // Twice, as the first leaves the counter of blocks to the second.
-  bool quantises_beside() const {
-    unsigned long long const alone = sum_of_w_up();
-    for (int run = 0; run < 2; ++run) {
-      p_.w_up_t.poison();
-      p_.w_up_t_scales.poison();
-      p_.quantise_w_up_beside(sms_, 8);
-      if (sum_of_w_up() != alone) return false;
-    }
-    return true;
-  }
-  unsigned long long sum_of_w_up() const {
-    DeviceBuffer<unsigned long long> sum(std::vector<unsigned long long>{0});
-    checksum<<<1024, 256>>>(reinterpret_cast<uint32_t const*>(p_.w_up_t.get()),
-                            p_.w_up_t.count() / 4, sum.get());
-    checksum<<<1024, 256>>>(reinterpret_cast<uint32_t const*>(p_.w_up_t_scales.get()),
-                            p_.w_up_t_scales.count(), sum.get());
-    return read(sum.get(), 1)[0];
   }
   void poison() const {
     p_.dh.poison();
@@ -532,20 +472,7 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
       {"quantise dO", 0, 3.03 * x, [&] { p.quantise_d_o(); }, {}},
       {"dequantise x", 0, 3.03 * x, [&] { p.dequantise_x(); }, {}},
       {"quantise w_up^T", 0, 3.0 * double(p.w_up.count()), [&] { p.quantise_w_up(); }, {}},
-      {"quantise w_down^T", 0, 3.0 * double(p.w_down.count()), [&] { p.quantise_w_down(); }, {}},
-      {"dw_down", flops, 0, [&] { p.launch_down_wgrad(sms); }, {}},
-      {"dw_down, then w_up^T",
-       flops,
-       0,
-       [&] {
-         p.launch_down_wgrad(sms);
-         p.quantise_w_up();
-       },
-       {}},
-      {"w_up^T beside, 6 SMs left", flops, 0, [&] { p.quantise_w_up_beside(sms, 6); }, {}},
-      {"w_up^T beside, 10 SMs left", flops, 0, [&] { p.quantise_w_up_beside(sms, 10); }, {}},
-      {"w_up^T beside, 14 SMs left", flops, 0, [&] { p.quantise_w_up_beside(sms, 14); }, {}},
-      {"w_up^T beside, 20 SMs left", flops, 0, [&] { p.quantise_w_up_beside(sms, 20); }, {}}};
+      {"quantise w_down^T", 0, 3.0 * double(p.w_down.count()), [&] { p.quantise_w_down(); }, {}}};
   report(s, "backward", candidates, iters, checked, rows);
   return checked;
 }

@@ -116,7 +116,6 @@ struct WeightCase {
   bool pow2;
   Layout layout;
   bool codes, transposed;  ///< what is stored
-  bool beside = false;     ///< as CTAs that draw blocks
 };
 
 // Half `half` of one [halves*rows,width] matrix, or its transpose, for each expert.
@@ -165,27 +164,20 @@ void check_weights(WeightCase const& c) {
   }
   Memory<E4m3> codes(count), transposed(count);
   Memory<float> scales(count / (kBlock * kBlock)), turned_scales(count / (kBlock * kBlock));
-  QuantiseWeightsArguments const args = {
-      .w = {parts[0], parts[1]},
-      .rows = rows,
-      .width = width,
-      .halves = halves,
-      .experts = experts,
-      .pow2 = c.pow2,
-      .gmem_codes = c.codes ? codes.get() : nullptr,
-      .gmem_codes_t = c.transposed ? transposed.get() : nullptr,
-      .gmem_scales = scales.get(),
-      .gmem_scales_t = c.transposed ? turned_scales.get() : nullptr};
-  Memory<std::uint32_t> counter(1);
-  counter[0] = 0;
-  QuantiseWeightsBesideArguments const beside = {args, counter.get()};
-  bool const turns = turns_codes(args);
-  ASSERT_EQ(!c.beside ? launch_quantise_weights_kernel(args, nullptr)
-            : turns   ? launch_quantise_weights_beside<true>(beside, 1, nullptr)
-                      : launch_quantise_weights_beside<false>(beside, 1, nullptr),
+  ASSERT_EQ(launch_quantise_weights_kernel(
+                {.w = {parts[0], parts[1]},
+                 .rows = rows,
+                 .width = width,
+                 .halves = halves,
+                 .experts = experts,
+                 .pow2 = c.pow2,
+                 .gmem_codes = c.codes ? codes.get() : nullptr,
+                 .gmem_codes_t = c.transposed ? transposed.get() : nullptr,
+                 .gmem_scales = scales.get(),
+                 .gmem_scales_t = c.transposed ? turned_scales.get() : nullptr},
+                nullptr),
             cudaSuccess);
   ASSERT_EQ(emulator::run({.seed = 4}), "");
-  EXPECT_EQ(counter[0], 0u);
   for (int e = 0; e < experts; ++e) {
     for (int half = 0; half < halves; ++half) {
       for (std::int64_t r0 = 0; r0 < rows; r0 += kBlock) {
@@ -260,10 +252,6 @@ TEST(Quantise, WeightsOfTheDownProjection) {
 TEST(Quantise, WeightsInBothOrientations) {
   check_weights({2, kBlock, 2 * kBlock, false, Layout::rows, true, true});
   check_weights({1, 2 * kBlock, kBlock, true, Layout::rows, false, true});
-}
-TEST(Quantise, WeightsBesideAnotherKernel) {
-  check_weights({2, 256, 128, false, Layout::rows, false, true, true});
-  check_weights({1, 128, 128, false, Layout::transposed, false, true, true});
 }
 TEST(Quantise, WeightsThatAreStoredTransposed) {
   check_weights({2, kBlock, 2 * kBlock, false, Layout::transposed, true, true});

@@ -15,11 +15,9 @@
 
 #include "../arch/approx_math.cuh"
 #include "../arch/convert_e4m3.cuh"
-#include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
-#include "../host/launch.hpp"
 #include "../host/low_precision.hpp"
 #include "core/fp8.hpp"
 
@@ -170,18 +168,16 @@ class BlockLines {
   int64_t base_, step_;  // a step of 0: a block of rows ends within these
 };
 
-__host__ __device__ inline int64_t blocks_of(QuantiseWeightsArguments const& p) {
-  return int64_t{p.halves} * p.experts * (p.rows / kScaleBlock) * (p.width / kScaleBlock);
-}
-
-// A CTA's block: neighbours share lines. kTurns: codes are wanted across the lines, too.
+// A CTA has a block: neighbours share lines. kTurns: codes are wanted across the lines, too.
 template <bool kTurns>
-__device__ __forceinline__ void quantise_block(QuantiseWeightsStorage& smem,
-                                               QuantiseWeightsArguments const& p, uint32_t number) {
+__global__ void __launch_bounds__(kQuantiseThreads)
+    quantise_weights(__grid_constant__ QuantiseWeightsArguments const p) {
+  TESSERA_DYNAMIC_SHARED(smem_raw);
+  auto& smem = *reinterpret_cast<QuantiseWeightsStorage*>(smem_raw);
   auto const across = uint32_t(p.width / kScaleBlock), down = uint32_t(p.rows / kScaleBlock);
   bool const is_transposed = p.w[0].column_stride != 1;
   uint32_t const along_line = is_transposed ? down : across;
-  uint32_t const of_lines = number / along_line, along = number % along_line;
+  uint32_t const of_lines = blockIdx.x / along_line, along = blockIdx.x % along_line;
   uint32_t const lines_down = is_transposed ? across : down;
   int64_t const matrix = of_lines / lines_down, expert = p.halves == 2 ? matrix / 2 : matrix;
   int const half = p.halves == 2 ? static_cast<int>(matrix % 2) : 0;
@@ -264,86 +260,23 @@ __device__ __forceinline__ void quantise_block(QuantiseWeightsStorage& smem,
   }
 }
 
-template <bool kTurns>
-__global__ void __launch_bounds__(kQuantiseThreads)
-    quantise_weights(__grid_constant__ QuantiseWeightsArguments const p) {
-  TESSERA_DYNAMIC_SHARED(smem_raw);
-  quantise_block<kTurns>(*reinterpret_cast<QuantiseWeightsStorage*>(smem_raw), p, blockIdx.x);
-}
-
-// Both launchers ask these.
-inline bool quantises_whole_blocks(QuantiseWeightsArguments const& args) {
-  return args.rows % kScaleBlock == 0 && args.width % kScaleBlock == 0;
-}
-inline bool turns_codes(QuantiseWeightsArguments const& args) {
-  bool const is_transposed = args.w[0].column_stride != 1;
-  return (is_transposed ? args.gmem_codes : args.gmem_codes_t) != nullptr;
-}
-
 inline cudaError_t launch_quantise_weights_kernel(QuantiseWeightsArguments const& args,
                                                   cudaStream_t stream) {
-  if (!quantises_whole_blocks(args)) return cudaErrorInvalidValue;
-  int64_t const blocks = blocks_of(args);
-  if (blocks == 0) return cudaSuccess;
-  return host::launch_early(turns_codes(args) ? quantise_weights<true> : quantise_weights<false>,
-                            false, unsigned(blocks), kQuantiseThreads,
-                            sizeof(QuantiseWeightsStorage), stream, args);
-}
-
-// quantise_weights_beside does the same beside the previous kernel of the stream, which multiplies while this one waits
-// for memory: as many CTAs as the device holds draw blocks, those on SMs without that kernel at once, the others when
-// it has left theirs. The previous kernel neither writes what is read here nor uses what is written here, and lets this
-// one start only when all that came before it has ended. No layer runs it yet: bench/cuda/backward_e4m3.cu times it.
-constexpr int kQuantiseCtasOfSm = 3;  // four would leave too few registers
-
-struct QuantiseWeightsBesideArguments {
-  QuantiseWeightsArguments weights;
-  uint32_t* gmem_block_counter;  // one int, 0 before and after every launch
-};
-
-struct QuantiseWeightsBesideStorage {
-  QuantiseWeightsStorage block;
-  uint32_t next;
-};
-
-// Every CTA draws once in vain, so that the last ticket is known; it leaves the counter as the next launch expects it.
-template <bool kTurns>
-__global__ void __launch_bounds__(kQuantiseThreads, kQuantiseCtasOfSm)
-    quantise_weights_beside(__grid_constant__ QuantiseWeightsBesideArguments const p) {
-  TESSERA_DYNAMIC_SHARED(smem_raw);
-  auto& smem = *reinterpret_cast<QuantiseWeightsBesideStorage*>(smem_raw);
-  arch::let_next_kernel_start();
-  auto const blocks = static_cast<uint32_t>(blocks_of(p.weights));
-  auto const draw = [&] { return threadIdx.x == 0 ? atomicAdd(p.gmem_block_counter, 1u) : 0u; };
-  auto const share = [&](uint32_t drawn) {
-    if (threadIdx.x == 0) smem.next = drawn;
-    __syncthreads();
-    uint32_t const ticket = smem.next;
-    __syncthreads();
-    return ticket;
-  };
-  uint32_t ticket = share(draw());
-  while (ticket < blocks) {
-    uint32_t const next = draw();  // comes while the block is read
-    quantise_block<kTurns>(smem.block, p.weights, ticket);
-    ticket = share(next);
-  }
-  if (threadIdx.x == 0 && ticket == blocks + gridDim.x - 1) *p.gmem_block_counter = 0;
-  // Whoever comes next in the stream comes after both.
-  if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
-}
-
-// kTurns is what turns_codes() says of the arguments.
-template <bool kTurns>
-cudaError_t launch_quantise_weights_beside(QuantiseWeightsBesideArguments const& args, int sm_count,
-                                           cudaStream_t stream) {
-  if (!quantises_whole_blocks(args.weights) || turns_codes(args.weights) != kTurns) {
+  if (args.rows % kScaleBlock != 0 || args.width % kScaleBlock != 0) {
     return cudaErrorInvalidValue;
   }
-  if (blocks_of(args.weights) == 0) return cudaSuccess;
-  return host::launch_early(quantise_weights_beside<kTurns>, true,
-                            unsigned(sm_count * kQuantiseCtasOfSm), kQuantiseThreads,
-                            sizeof(QuantiseWeightsBesideStorage), stream, args);
+  int64_t const blocks =
+      int64_t{args.halves} * args.experts * (args.rows / kScaleBlock) * (args.width / kScaleBlock);
+  if (blocks == 0) return cudaSuccess;
+  bool const is_transposed = args.w[0].column_stride != 1;
+  bool const turns = (is_transposed ? args.gmem_codes : args.gmem_codes_t) != nullptr;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(kQuantiseThreads);
+  config.dynamicSmemBytes = sizeof(QuantiseWeightsStorage);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, turns ? quantise_weights<true> : quantise_weights<false>,
+                            args);
 }
 
 // A thread for each scale, in the order in which they are written.

@@ -221,9 +221,8 @@ struct Problem {
             .gmem_tile_counter = counter.get()};
   }
   void launch_up_e4m3(int sms) const {
-    TESSERA_CUDA(
-        cuda::launch_up_projection_dgrad_e4m3_config<
-            cuda::UpProjectionDgradE4m3Config<cuda::RouterPart::kNone>>(up_e4m3(), sms, nullptr));
+    TESSERA_CUDA(cuda::launch_up_projection_dgrad_e4m3_config<cuda::UpProjectionDgradE4m3Config>(
+        up_e4m3(), sms, nullptr));
   }
 
   // As the library runs them: no router's part in the rows of dx.

@@ -127,32 +127,22 @@ class Backward {
         .experts = int(c_.rows.size()),
         .gmem_tile_counter = counter.as<int>()};
     launch(down);
-    std::vector<Bf16> w_router(c_.rows.size() * size_t(c_.d));
-    for (size_t i = 0; i < w_router.size(); ++i) {
-      w_router[i] = core::round_to<Bf16>(4 * noise(int64_t(i), 5));
-    }
-    DeviceBuffer const w_router_of_gpu(w_router), routed(dx.size());
-    cuda::UpProjectionDgradE4m3Arguments up = {.gmem_dh = dh8.as<void>(),
-                                               .gmem_dh_scales = dh8_scales.as<float>(),
-                                               .gmem_expert_offsets = offsets.as<int>(),
-                                               .gmem_w_up_t = w_up.as<void>(),
-                                               .gmem_w_up_t_scales = w_up_scales.as<float>(),
-                                               .gmem_dx_rows = dx.as<void>(),
-                                               .rows = capacity,
-                                               .hidden = c_.d,
-                                               .intermediate = n,
-                                               .experts = int(c_.rows.size()),
-                                               .gmem_tile_counter = counter.as<int>()};
-    launch<cuda::RouterPart::kNone>(up);
-    up.gmem_dx_rows = routed.as<void>();
-    up.gmem_row_dlogits = scores.as<float>();
-    up.w_router = {w_router_of_gpu.as<void>(), int64_t(c_.rows.size()), c_.d};
-    launch<cuda::RouterPart::kAdded>(up);
+    cuda::UpProjectionDgradE4m3Arguments const up = {.gmem_dh = dh8.as<void>(),
+                                                     .gmem_dh_scales = dh8_scales.as<float>(),
+                                                     .gmem_expert_offsets = offsets.as<int>(),
+                                                     .gmem_w_up_t = w_up.as<void>(),
+                                                     .gmem_w_up_t_scales = w_up_scales.as<float>(),
+                                                     .gmem_dx_rows = dx.as<void>(),
+                                                     .rows = capacity,
+                                                     .hidden = c_.d,
+                                                     .intermediate = n,
+                                                     .experts = int(c_.rows.size()),
+                                                     .gmem_tile_counter = counter.as<int>()};
+    launch(up);
     dh_ = dh.values<Bf16>();
     a_ = a.values<Bf16>();
     dx_ = dx.values<Bf16>();
     partials_ = partials.values<float>();
-    auto const with_router = routed.values<Bf16>();
     dh8_ = {dh8.values<E4m3>(), dh8_scales.values<float>()};
     int expert = 0;
     for (int r = 0; r < rows_; ++r) {
@@ -160,18 +150,9 @@ class Backward {
       check_down(r, expert);
       check_codes(r);
       check_up(r, expert);
-      for (int64_t c = 0; c < c_.d; ++c) {
-        float const v = core::to_fp32(w_router[size_t(expert * c_.d + c)]);
-        Bf16 const want = core::round_to<Bf16>(
-            std::fma(scores_[size_t(r)], v, core::to_fp32(dx_[size_t(r * c_.d + c)])));
-        Bf16 const have = with_router[size_t(r * c_.d + c)];
-        expect(nan_or_equal(core::to_fp32(have), core::to_fp32(want)),
-               at("dx with the router's part", r, c));
-      }
     }
     expect(is_poison(dh_, 2 * n) && is_poison(a_, n) && is_poison(dx_, c_.d) &&
-               is_poison(with_router, c_.d) && is_poison(dh8_.codes, 2 * n) &&
-               is_poison(partials_, n / kBlock),
+               is_poison(dh8_.codes, 2 * n) && is_poison(partials_, n / kBlock),
            std::string(c_.name) + ": rows past the last one were written");
 
     down.gmem_h = down.gmem_dh8 = over_h.as<void>();
@@ -201,12 +182,11 @@ class Backward {
     require(cuda::launch_down_projection_dgrad_e4m3_config<Config>(args, sms, nullptr), "launch");
     require(cudaDeviceSynchronize(), c_.name);
   }
-  template <cuda::RouterPart kPart>
   void launch(cuda::UpProjectionDgradE4m3Arguments const& args) const {
+    using Config = cuda::UpProjectionDgradE4m3Config;
     int sms = 0;
     require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "attribute");
-    require(cuda::launch_up_projection_dgrad_e4m3_config<cuda::UpProjectionDgradE4m3Config<kPart>>(
-                args, sms, nullptr),
+    require(cuda::launch_up_projection_dgrad_e4m3_config<Config>(args, sms, nullptr),
             "launch of up");
     require(cudaDeviceSynchronize(), c_.name);
   }

@@ -49,15 +49,9 @@ class SortedRowsE4m3 {
   std::int64_t capacity() const { return rows_ + kRowsPast; }
   int experts() const { return static_cast<int>(experts_); }
 
-  // launch(gmem_d) queues the kernel, with d (capacity,columns) in bf16; of(row, expert, column, value) is what it
-  // makes of a rounded sum.
+  // launch(gmem_d) queues the kernel, with d (capacity,columns) in bf16.
   template <class Launch>
   void check(Launch launch, Schedule const& schedule) const {
-    check(launch, schedule,
-          [](std::int64_t, std::int64_t, std::int64_t, Bits value) { return value; });
-  }
-  template <class Launch, class Of>
-  void check(Launch launch, Schedule const& schedule, Of of) const {
     Memory<Bits> d(capacity() * columns_);
     ASSERT_EQ(launch(d.get()), cudaSuccess);
     ASSERT_EQ(run(schedule), "");
@@ -65,8 +59,7 @@ class SortedRowsE4m3 {
     for (std::int64_t r = 0; r < rows_; ++r) {
       while (r >= offsets_[expert + 1]) ++expert;
       for (std::int64_t c = 0; c < columns_; ++c) {
-        ASSERT_EQ(d[r * columns_ + c], of(r, expert, c, round(sum(r, expert, c))))
-            << "row " << r << ", column " << c;
+        ASSERT_EQ(d[r * columns_ + c], round(sum(r, expert, c))) << "row " << r << ", column " << c;
       }
     }
     for (std::int64_t i = rows_ * columns_; i < capacity() * columns_; ++i)

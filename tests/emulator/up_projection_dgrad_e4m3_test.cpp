@@ -3,7 +3,6 @@
 // both halves of dh.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <vector>
 
 #include "cuda/kernels/up_projection_dgrad_e4m3.cuh"
@@ -37,9 +36,8 @@ void check(std::vector<int> const& rows, std::int64_t d, std::int64_t n,
   for (emulator::Schedule const& schedule : schedules) {
     ASSERT_NO_FATAL_FAILURE(p.check(
         [&](emulator::Bits* gmem_dx_rows) {
-          return launch_up_projection_dgrad_e4m3_config<
-              UpProjectionDgradE4m3Config<RouterPart::kNone>>(arguments(p, d, n, gmem_dx_rows), 2,
-                                                              nullptr);
+          return launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config>(
+              arguments(p, d, n, gmem_dx_rows), 2, nullptr);
         },
         schedule))
         << schedule.seed;
@@ -53,51 +51,17 @@ TEST(UpProjectionDgradE4m3, ShortRows) {
 
 TEST(UpProjectionDgradE4m3, LongRows) { check({70, 3, 150}, 256, 384, {{.seed = 4}}); }
 
-// A router in bf16, or its fp32 in terms, of which two are read.
-void check_router_part(bool in_terms, std::uint64_t seed) {
-  std::int64_t const d = 384, n = 128, terms = in_terms ? 3 : 1, pitch = d + 8;
-  emulator::SortedRowsE4m3 const p({65, 0, 70, 3}, d, 2 * n);
-  emulator::Memory<float> dlogits(p.capacity());
-  for (std::int64_t r = 0; r < p.capacity() - p.kRowsPast; ++r) {
-    dlogits[r] = 0.3f * static_cast<float>(r % 17) - 2.0f;
-  }
-  emulator::Memory<emulator::Bits> w(p.experts() * terms * pitch);
-  emulator::fill(w.get(), p.experts() * terms * pitch, 3, 40.0f);
-  p.check(
-      [&](emulator::Bits* gmem_dx_rows) {
-        UpProjectionDgradE4m3Arguments args = arguments(p, d, n, gmem_dx_rows);
-        args.gmem_row_dlogits = dlogits.get();
-        args.w_router = {w.get(), p.experts() * terms, pitch};
-        args.router_in_terms = in_terms;
-        return launch_up_projection_dgrad_e4m3_config<
-            UpProjectionDgradE4m3Config<RouterPart::kAdded>>(args, 2, nullptr);
-      },
-      {.seed = seed},
-      [&](std::int64_t r, std::int64_t expert, std::int64_t c, emulator::Bits sum) {
-        float v = emulator::widen(w[expert * terms * pitch + c]);
-        if (in_terms) v += emulator::widen(w[(expert * terms + 1) * pitch + c]);
-        return emulator::round(std::fma(dlogits[r], v, emulator::widen(sum)));
-      });
-}
-
-TEST(UpProjectionDgradE4m3, AddsTheRoutersPart) {
-  ASSERT_NO_FATAL_FAILURE(check_router_part(false, 6));
-  ASSERT_NO_FATAL_FAILURE(check_router_part(true, 7));
-}
-
 TEST(UpProjectionDgradE4m3, HalvesOfATile) { check({65, 0, 3}, 384, 128, {{.seed = 5}}); }
 
 TEST(UpProjectionDgradE4m3, RefusesPartsOfABlock) {
   UpProjectionDgradE4m3Arguments args = {};
   args.hidden = 256;
   args.intermediate = 192;
-  EXPECT_EQ(launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config<RouterPart::kNone>>(
-                args, 2, nullptr),
+  EXPECT_EQ(launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config>(args, 2, nullptr),
             cudaErrorInvalidValue);
   args.hidden = 320;
   args.intermediate = 128;
-  EXPECT_EQ(launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config<RouterPart::kNone>>(
-                args, 2, nullptr),
+  EXPECT_EQ(launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config>(args, 2, nullptr),
             cudaErrorInvalidValue);
 }
 

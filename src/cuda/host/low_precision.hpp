@@ -147,22 +147,18 @@ struct DownProjectionDgradE4m3Arguments {
 cudaError_t launch_down_projection_dgrad_e4m3(DownProjectionDgradE4m3Arguments const& args,
                                               int sm_count, cudaStream_t stream);
 
-/// dx row r = rnd(dh8_r w8_up[e]) of the dequantised operands, the sum over both halves; with dlogits of rows
-/// rnd(that + dlogit_r w_router[e]).
+/// dx row r = rnd(dh8_r w8_up[e]) of the dequantised operands, the sum over both halves.
 struct UpProjectionDgradE4m3Arguments {
   void const* gmem_dh;                 // (P,2n) e4m3 as [gate half | up half]
   float const* gmem_dh_scales;         // (2n/128,P4)
   int32_t const* gmem_expert_offsets;  // (E+1); rows from the last one on: neither read nor written
   void const* gmem_w_up_t;             // (E,d,2n) e4m3
   float const* gmem_w_up_t_scales;     // (E,d/128,2n/128)
-  float const* gmem_row_dlogits = nullptr;  // (P) dlogit of each row; null: no router's part
-  MatrixRows w_router{};         // (E,d) bf16, read with row_dlogits; rows of whole 16 bytes
-  bool router_in_terms = false;  // (3E,d): UpProjectionDgradArguments
-  void* gmem_dx_rows;            // (P,d) bf16
-  int64_t rows;                  // P >= R
-  int64_t hidden, intermediate;  // d, n: multiples of 128
-  int32_t experts;               // E
-  int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+  void* gmem_dx_rows;                  // (P,d) bf16
+  int64_t rows;                        // P >= R
+  int64_t hidden, intermediate;        // d, n: multiples of 128
+  int32_t experts;                     // E
+  int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
 };
 cudaError_t launch_up_projection_dgrad_e4m3(UpProjectionDgradE4m3Arguments const& args,
                                             int sm_count, cudaStream_t stream);

@@ -6,11 +6,8 @@ namespace tessera::cuda {
 
 cudaError_t launch_up_projection_dgrad_e4m3(UpProjectionDgradE4m3Arguments const& args,
                                             int sm_count, cudaStream_t stream) {
-  return args.gmem_row_dlogits != nullptr
-             ? launch_up_projection_dgrad_e4m3_config<
-                   UpProjectionDgradE4m3Config<RouterPart::kAdded>>(args, sm_count, stream)
-             : launch_up_projection_dgrad_e4m3_config<
-                   UpProjectionDgradE4m3Config<RouterPart::kNone>>(args, sm_count, stream);
+  return launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config>(args, sm_count,
+                                                                             stream);
 }
 
 }  // namespace tessera::cuda

@@ -323,8 +323,8 @@ class Backward {
     return is_whole_ && g.dw_down.present() && !g.db_down.present();
   }
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
-  /// Serves routers whose dlogits are 0 but for the experts of a token, and bf16 operands: with codes, router_dgrad
-  /// adds it, as up_projection_dgrad_e4m3's way to do so has run emulated only.
+  /// Serves routers whose dlogits are 0 but for the experts of a token, and bf16 operands; with codes, router_dgrad
+  /// adds it.
   void put_router_part_in_rows() noexcept {
     if (!routed() || core::has_softmax_over_all(desc_.router.kind) || desc_.rounds_tokens() ||
         args_.aux_dlogits.present() || desc_.quantises()) {

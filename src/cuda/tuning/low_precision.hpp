@@ -36,9 +36,7 @@ struct DownProjectionFwdE4m3Config {
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 
-template <RouterPart kRouterPart>
 struct UpProjectionDgradE4m3Config {
-  static constexpr bool router_part = kRouterPart == RouterPart::kAdded;
   static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
 };
 

@@ -224,6 +224,7 @@ class ActivationGradientE4m3Epilogue {
         static_cast<uint32_t>(block * kGroupColumns + lane() % kRowLanes * kLaneColumns);
     uint32_t dg[kPairs], du[kPairs], largest_dg = 0, largest_du = 0;  // magnitudes, with any sign
     float ds = 0;
+    uint4 second_a;
     TESSERA_UNROLL
     for (int slab = 0; slab < 2; ++slab) {
       uint4 const held_t =
@@ -251,16 +252,27 @@ class ActivationGradientE4m3Epilogue {
           largest_du = pair == 0 ? du[0] : arch::larger_magnitudes_bf16(largest_du, du[pair]);
         }
       }
-      arch::store_streaming_16(a_bytes + slab * kSlabColumns * sizeof(bf16),
-                               {a[0], a[1], a[2], a[3]}, stores_a);
+      if (slab == 0) {
+        arch::store_streaming_16(a_bytes, {a[0], a[1], a[2], a[3]}, stores_a);
+      } else {
+        second_a = {a[0], a[1], a[2], a[3]};
+      }
     }
     uint32_t largest = arch::larger_magnitudes_bf16(arch::low_halves(largest_dg, largest_du),
                                                     arch::high_halves(largest_dg, largest_du));
     ds *= 2 * factors.half_up;
+    // The rows that wait for no scale leave while lanes exchange magnitudes and sums.
     TESSERA_UNROLL
-    for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) {
+    for (int step = 0; step < 3; ++step) {
+      int const lanes = kRowLanes / 2 >> step;
       uint32_t const other = __shfl_xor_sync(arch::kAllLanes, largest, lanes);
-      ds += __shfl_xor_sync(arch::kAllLanes, ds, lanes);
+      float const other_ds = __shfl_xor_sync(arch::kAllLanes, ds, lanes);
+      if (step < 2) {
+        store_dh(at_ + step * p_.columns, step == 0 ? dg : du, stores_dh);
+      } else {
+        arch::store_streaming_16(a_bytes + kSlabColumns * sizeof(bf16), second_a, stores_a);
+      }
+      ds += other_ds;
       largest = arch::larger_magnitudes_bf16(largest, other);
     }
     largest &= 0x7fff7fffu;
@@ -281,13 +293,21 @@ class ActivationGradientE4m3Epilogue {
       TESSERA_UNROLL
       for (int slab = 0; slab < 2; ++slab) {
         uint32_t const* const d = pairs + slab * kSlabPairs;
-        arch::store_streaming_16(p_.gmem_dh + to + slab * kSlabColumns, {d[0], d[1], d[2], d[3]},
-                                 stores_dh);
         arch::store_streaming_8(p_.gmem_dh8 + to + slab * kSlabColumns,
                                 {codes_of(d[0], d[1], r), codes_of(d[2], d[3], r)}, stores_dh8);
       }
     }
     go_on(piece + 1 == HeldTile::kPieces);
+  }
+
+  __device__ __forceinline__ void store_dh(int64_t to, uint32_t const (&pairs)[kPairs],
+                                           bool wanted) const {
+    TESSERA_UNROLL
+    for (int slab = 0; slab < 2; ++slab) {
+      uint32_t const* const d = pairs + slab * kSlabPairs;
+      arch::store_streaming_16(p_.gmem_dh + to + slab * kSlabColumns, {d[0], d[1], d[2], d[3]},
+                               wanted);
+    }
   }
 
   // Goes on to the next piece, behind the last one of a group to the next group's first.

@@ -192,7 +192,7 @@ TEST(CheckSupported, RefusesWhatIsNotComputedWithQuantisedOperands) {
                  Precision::mxfp8);
 }
 
-/// Qwen3-30B at 32768 tokens, the smallest layer that gains.
+/// Qwen3-30B at 32768 tokens, one of the smallest layers that gain.
 MoeDesc gaining_desc() {
   MoeDesc desc = served_desc();
   desc.shape = {.tokens = 32768, .hidden = 2048, .intermediate = 768, .experts = 128, .top_k = 8};
@@ -213,6 +213,25 @@ TEST(AutomaticPrecision, TakesFp8WhereItWasFasterAndAbove) {
   EXPECT_FALSE(check_gains_by_fp8(Architecture::sm_90, desc).ok());
   desc.weight_codes = true;
   EXPECT_TRUE(check_gains_by_fp8(Architecture::sm_90, desc).ok());
+  // Whatever is at least as large as any of them: 7B-n1024, 30B-n256, and with codes 7B-n256 and Qwen3Next.
+  desc = gaining_desc();
+  for (MoeShape const& shape :
+       {MoeShape{.tokens = 24576, .hidden = 1536, .intermediate = 1024, .experts = 32, .top_k = 2},
+        MoeShape{
+            .tokens = 32768, .hidden = 4096, .intermediate = 256, .experts = 256, .top_k = 16}}) {
+    desc.shape = shape;
+    EXPECT_TRUE(check_gains_by_fp8(Architecture::sm_90, desc).ok()) << shape.hidden;
+  }
+  for (MoeShape const& shape :
+       {MoeShape{.tokens = 24576, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8},
+        MoeShape{
+            .tokens = 32768, .hidden = 2048, .intermediate = 512, .experts = 512, .top_k = 10}}) {
+    desc.shape = shape;
+    desc.weight_codes = false;
+    EXPECT_FALSE(check_gains_by_fp8(Architecture::sm_90, desc).ok()) << shape.hidden;
+    desc.weight_codes = true;
+    EXPECT_TRUE(check_gains_by_fp8(Architecture::sm_90, desc).ok()) << shape.hidden;
+  }
   // Rows that rounding may add are none that a shape is sure to have.
   desc = gaining_desc();
   desc.shape.tokens -= 16;
@@ -232,9 +251,20 @@ TEST(AutomaticPrecision, TakesNativeElsewhereAndSaysWhy) {
            {"intermediate=512: ", [](MoeDesc& d) { d.shape.intermediate = 512; }},
            {"experts per token * intermediate=5376: ", [](MoeDesc& d) { d.shape.top_k = 7; }},
            {"rows per expert=2047: ", [](MoeDesc& d) { d.shape.tokens -= 1; }},
-           {"rows per expert=1023: ",
+           {"rows per expert=639: fp8 is expected to be faster from 640 on",
             [](MoeDesc& d) {
-              d.shape.tokens = 16383;
+              d.shape.tokens = 10239;
+              d.weight_codes = true;
+            }},
+           {"hidden=1536: fp8 is expected to be faster from 4096 on",  // 7B-n256
+            [](MoeDesc& d) {
+              d.shape = {
+                  .tokens = 24576, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8};
+            }},
+           {"experts per token * intermediate=1536: fp8 is expected to be faster from 2048 on",
+            [](MoeDesc& d) {
+              d.shape = {
+                  .tokens = 32768, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 6};
               d.weight_codes = true;
             }},
            {"experts per token * intermediate=0: ", [](MoeDesc& d) { d.shape.tokens = 0; }},

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Precision::automatic takes fp8 where it is served and expected to be faster. No device is asked, and no data: bits
 // depend on the answer.
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
 #include "core/desc_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/tuning/precision.hpp"
@@ -10,10 +14,36 @@ namespace {
 
 using Int = long long;  // for %lld
 
-Status at_least(char const* name, std::int64_t value, std::int64_t least) noexcept {
-  if (value >= least) return {};
-  return Status::unsupported("%s=%lld: fp8 is expected to be faster from %lld on", name,
-                             static_cast<Int>(value), static_cast<Int>(least));
+struct Quantity {
+  char const* name;
+  std::int64_t value;
+  std::int64_t Fp8Sizes::* least;
+
+  /// Says how many times as large it would have to be.
+  [[nodiscard]] double short_by(Fp8Sizes const& sizes) const noexcept {
+    return static_cast<double>(sizes.*least) /
+           static_cast<double>(std::max<std::int64_t>(value, 1));
+  }
+};
+
+/// Ok where every quantity reaches some layer's; else what is furthest from the layer that is nearest.
+Status reaches(std::span<Fp8Sizes const> gaining, std::span<Quantity const> quantities) noexcept {
+  Quantity const* furthest = nullptr;
+  Fp8Sizes const* nearest = nullptr;
+  for (Fp8Sizes const& sizes : gaining) {
+    auto const less = [&](Quantity const& a, Quantity const& b) {
+      return a.short_by(sizes) < b.short_by(sizes);
+    };
+    Quantity const& worst = *std::ranges::max_element(quantities, less);
+    if (worst.value >= sizes.*worst.least) return {};
+    if (nearest == nullptr || worst.short_by(sizes) < furthest->short_by(*nearest)) {
+      furthest = &worst;
+      nearest = &sizes;
+    }
+  }
+  return Status::unsupported("%s=%lld: fp8 is expected to be faster from %lld on", furthest->name,
+                             static_cast<Int>(furthest->value),
+                             static_cast<Int>(nearest->*furthest->least));
 }
 
 }  // namespace
@@ -29,14 +59,13 @@ Status check_gains_by_fp8(Architecture architecture, MoeDesc const& given) noexc
   bool const varies = s.variable_experts || desc.experts_choose();
   std::int64_t const rows = varies ? desc.num_slots() : s.tokens * s.top_k;
   std::int64_t const per_token = s.tokens == 0 ? 0 : rows / s.tokens;
-  TESSERA_TRY(at_least("hidden", s.hidden, kFp8Sizes.hidden));
-  TESSERA_TRY(at_least("intermediate", s.intermediate, kFp8Sizes.intermediate));
-  TESSERA_TRY(at_least("experts per token * intermediate", per_token * s.intermediate,
-                       kFp8Sizes.columns_per_token));
-  if (desc.weight_codes) {
-    return at_least("rows per expert", rows / s.experts, kFp8Sizes.rows_per_expert_with_codes);
-  }
-  return at_least("rows per expert", rows / s.experts, kFp8Sizes.rows_per_expert);
+  Quantity const quantities[] = {{"hidden", s.hidden, &Fp8Sizes::hidden},
+                                 {"intermediate", s.intermediate, &Fp8Sizes::intermediate},
+                                 {"experts per token * intermediate", per_token * s.intermediate,
+                                  &Fp8Sizes::columns_per_token},
+                                 {"rows per expert", rows / s.experts, &Fp8Sizes::rows_per_expert}};
+  return desc.weight_codes ? reaches(kFp8SizesWithCodes, quantities)
+                           : reaches(kFp8Sizes, quantities);
 }
 
 }  // namespace tessera::cuda

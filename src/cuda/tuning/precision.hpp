@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sizes from which Precision::automatic takes fp8 on a Hopper GPU. The gain of fp8 grows with P*n*d; the cost of
 // quantising grows with T*d (x, dO, x^ and the router's part of dx) and, where calls quantise weights, with E*n*d.
-// So the ratio to bf16 depends on K*n, on M_e = P/E and, through the k loops and epilogues of the GEMMs, on n and d.
+// So the ratio to bf16 depends on K*n, on M_e = P/E and, through the k loops and epilogues of the GEMMs, on n and d: a
+// layer gains that is, in all four, at least as large as one that was seen to gain.
 //
-// They are those of the smallest layer that was seen to gain: Qwen3-30B (32768 tokens, d 2048, n 768, E 128, K 8). A
-// step takes 0.923 of bf16's time, at Qwen3-235B, larger in n and d, 0.864, and 7B-n256 loses, 1.032
-// (bench/results/archive/h200/2026-11-28-fp8-layer-in-turns.json). Where codes are handed in, Qwen3-30B would take
-// 0.856, by the time of the kernels that make them.
+// bf16's time of a step over that of fp8, weights quantised in the call and handed in as codes
+// (bench/results/archive/h200/2026-11-29-precisions-of-ten-layers.json):
+//   7B-n1024 1.012, 1.113; 30B-n256 1.095, 1.167; Qwen3-30B 1.115, 1.200; 7B-n256 0.983, 1.066; Qwen3Next 0.968, 1.198
+// Not among them, as they gain less than 1% or lose: 1.4B-n256 0.957, 1.007; 7B-n512 1.007 where calls quantise.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +15,19 @@
 namespace tessera::cuda {
 
 struct Fp8Sizes {
-  std::int64_t hidden = 2048, intermediate = 768;
-  std::int64_t columns_per_token = 8 * 768;  ///< of a: K*n
-  std::int64_t rows_per_expert = 2048;       ///< on average, where calls quantise the weights
-  /// The same where codes are handed in. No cost is left that fewer rows share but codes made once in a step: 4 bytes
-  /// an element, where calls move 6, which at half the rows is 0.09 of that step.
-  std::int64_t rows_per_expert_with_codes = 1024;
+  std::int64_t hidden, intermediate;
+  std::int64_t columns_per_token;  ///< of a: K*n
+  std::int64_t rows_per_expert;    ///< on average
 };
-inline constexpr Fp8Sizes kFp8Sizes{};
+
+/// The smallest layers that gain: 7B-n1024, 30B-n256, Qwen3-30B.
+inline constexpr Fp8Sizes kFp8Sizes[] = {
+    {.hidden = 1536, .intermediate = 1024, .columns_per_token = 2 * 1024, .rows_per_expert = 1536},
+    {.hidden = 4096, .intermediate = 256, .columns_per_token = 16 * 256, .rows_per_expert = 2048},
+    {.hidden = 2048, .intermediate = 768, .columns_per_token = 8 * 768, .rows_per_expert = 2048}};
+/// Where codes of weights are handed in: 7B-n256, Qwen3Next.
+inline constexpr Fp8Sizes kFp8SizesWithCodes[] = {
+    {.hidden = 1536, .intermediate = 256, .columns_per_token = 8 * 256, .rows_per_expert = 1536},
+    {.hidden = 2048, .intermediate = 512, .columns_per_token = 10 * 512, .rows_per_expert = 640}};
 
 }  // namespace tessera::cuda

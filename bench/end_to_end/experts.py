@@ -29,12 +29,13 @@ def _tessera():
     return lambda x, ids, weights, gate_up, down: tessera.routed_experts(x, ids, weights, gate_up, down)
 
 
-def _tessera_layer():
+def _tessera_layer(precision: str = "native"):
     import tessera
     from model import BALANCE, Z
 
     def layer(x, w_router, gate_up, down, top_k):
-        o, router = tessera.moe(x, w_router, gate_up, down, top_k=top_k, router="topk-softmax", return_router=True)
+        o, router = tessera.moe(x, w_router, gate_up, down, top_k=top_k, router="topk-softmax", return_router=True,
+                                precision=precision)
         return o, tessera.losses.router_losses(router.logits, router.topk_counts, balance=BALANCE, z=Z), router.counts
 
     layer.routes = True
@@ -180,6 +181,7 @@ NO_EXPERTS = "no-experts"
 _FACTORIES = {
     "tessera": _tessera,
     "tessera-layer": _tessera_layer,
+    "tessera-layer-fp8": lambda: _tessera_layer("fp8"),
     BASELINE: _torch_grouped_mm,
     "torch-grouped-mm-compiled": _torch_grouped_mm_compiled,
     "torch-eager": _torch_eager,
@@ -193,9 +195,9 @@ _FACTORIES = {
 }
 NAMES = tuple(_FACTORIES)
 COMPILE_FOR_MINUTES = ("sonicmoe", "sonicmoe-layer")  # at their first call, into a cache that later processes read
-PACKAGES = {"tessera": "tessera-moe", "tessera-layer": "tessera-moe", "hf-grouped-mm": "transformers",
-            "hf-eager": "transformers", "sonicmoe": "sonic-moe", "sonicmoe-layer": "sonic-moe",
-            "scattermoe": "scattermoe", "liger-triton": "liger-kernel"}
+PACKAGES = {"tessera": "tessera-moe", "tessera-layer": "tessera-moe", "tessera-layer-fp8": "tessera-moe",
+            "hf-grouped-mm": "transformers", "hf-eager": "transformers", "sonicmoe": "sonic-moe",
+            "sonicmoe-layer": "sonic-moe", "scattermoe": "scattermoe", "liger-triton": "liger-kernel"}
 
 
 @functools.cache

@@ -70,6 +70,7 @@ def train(a, trainer: training.Trainer, data, implementation, seed: int, evaluat
             trainer.model.use(evaluated or implementation)
             held_out[str(step)] = trainer.held_out_loss(data, a.sequences, a.held_out_batches)
             trainer.model.use(implementation)
+            here.say(f"seed {seed}, step {step}/{a.steps}: held out {held_out[str(step)]:.4f}")
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     return {"losses": [round(loss, 6) for loss in (mean / here.count).tolist()], "held_out": held_out}

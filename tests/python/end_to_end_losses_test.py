@@ -69,6 +69,12 @@ class Gaps(unittest.TestCase):
         self.assertIn("b: loss of the last 2 steps 3.0000; minus a's +0.50000 (+0.50000), held out +0.50000",
                       loss_gaps.lines(alone, "a", 2))
 
+    def test_differences_by_part_of_the_steps(self):
+        mine, others = [[float(i) for i in range(30)], [0.0] * 30], [[0.0] * 30, [2.0] * 30]
+        found = loss_gaps.by_part(mine, others)
+        self.assertEqual(found, [(3 * part + 1 - 2) / 2 for part in range(10)])
+        self.assertEqual(loss_gaps.by_part([[1.0, 3.0]], [[0.0, 1.0]]), [1.0, 2.0])
+
     def test_files_of_different_commands_are_not_compared(self):
         with self.assertRaisesRegex(ValueError, "other sizes, steps or ranks"):
             loss_gaps.merged([state({}), state({}, layers=7)])
@@ -81,15 +87,16 @@ class Gaps(unittest.TestCase):
             for name, seeds in (("0", ("0", "1")), ("1", ("2",))):
                 (folder / name).write_text(json.dumps(state({f"{who} {seed}": run(3.0 + int(seed) + (who == "far"))
                                                              for seed in seeds for who in ("near", "far", "base")})))
-            sys.argv = ["loss_gaps.py", str(folder / "0"), str(folder / "1"), "--baseline", "base", "--out",
-                        str(folder / "gaps.json")]
+            sys.argv = ["loss_gaps.py", str(folder / "0"), str(folder / "1"), "--baseline", "base", "--last",
+                        "1", "--out", str(folder / "gaps.json")]
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 status = loss_gaps.main()
             written = json.loads((folder / "gaps.json").read_text())
         self.assertEqual(status, 1)
         self.assertIn("more than 0.005 nats from base: far\n", printed.getvalue())
         self.assertEqual(written["gaps"]["far"]["seeds"], ["0", "1", "2"])
-        self.assertEqual(written["gaps"]["near"]["gap"], 0.0)
+        self.assertEqual((written["gaps"]["near"]["gap"], written["last"]), (0.0, 1))
+        self.assertEqual(written["gaps"]["far"]["gaps_by_part"], [0.0, 1.0])
 
     def test_runs_of_the_program_that_trains(self):
         """Two libraries and a copy of one, from the same seed: the copy has its losses, the other nearly. A run that

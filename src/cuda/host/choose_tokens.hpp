@@ -43,7 +43,7 @@ struct ChooseTokensArguments {
   int32_t* gmem_ids;            // (P) by token, then expert; -1 from slot token_offsets[T] on
   float* gmem_scores;           // (P); 0 from there on
   int32_t* gmem_topk_counts;    // (E) of the top-k choice, before rounding; or null
-  void* gmem_workspace;         // choose_tokens_workspace_bytes, 16-byte aligned, any content
+  void* gmem_workspace;         // choose_tokens_workspace_bytes, 32-byte aligned, any content
   /// (T) or null: tokens of 0 are padding, whose pairs have no rank.
   uint8_t const* gmem_token_mask = nullptr;
   ChoiceTables tables = {};
@@ -64,26 +64,36 @@ struct alignas(8) KeptTokens {
   int32_t before;
 };
 
+/// Describes an expert's ranks of a block: members and the other eligible tokens, a bit each, and the ranks at the ends
+/// that a choice cuts, of either; 0 or all bits where there is none.
+struct alignas(32) BlockRanks {
+  uint32_t members, others;
+  uint32_t worst_member, best_other, worst_other;
+};
+
 /// Regions of the workspace.
 struct ChoiceWorkspace {
+  BlockRanks* gmem_block_ranks;   // (E,blocks)
   core::ExpertPairs* gmem_pairs;  // (E)
   KeptTokens* gmem_kept;          // (E,blocks)
   uint32_t* gmem_ranks;           // (E,T); 0: not eligible
   int32_t* gmem_block_slots;  // (blocks+1): of each block, then their exclusive sums and the total
 
   __device__ static ChoiceWorkspace of(ChooseTokensArguments const& p) {
-    auto* const pairs = static_cast<core::ExpertPairs*>(p.gmem_workspace);
+    int64_t const blocks = p.experts * choice_blocks(p.tokens);
+    auto* const block_ranks = static_cast<BlockRanks*>(p.gmem_workspace);
+    auto* const pairs = reinterpret_cast<core::ExpertPairs*>(block_ranks + blocks);
     auto* const kept = reinterpret_cast<KeptTokens*>(pairs + p.experts);
-    auto* const ranks = reinterpret_cast<uint32_t*>(kept + p.experts * choice_blocks(p.tokens));
+    auto* const ranks = reinterpret_cast<uint32_t*>(kept + blocks);
     auto* const block_slots = reinterpret_cast<int32_t*>(ranks + p.tokens * p.experts);
-    return {pairs, kept, ranks, block_slots};
+    return {block_ranks, pairs, kept, ranks, block_slots};
   }
 };
 
 constexpr size_t choose_tokens_workspace_bytes(int64_t tokens, int64_t experts) {
   int64_t const blocks = choice_blocks(tokens);
   return sizeof(core::ExpertPairs) * static_cast<size_t>(experts) +
-         sizeof(KeptTokens) * static_cast<size_t>(experts * blocks) +
+         (sizeof(BlockRanks) + sizeof(KeptTokens)) * static_cast<size_t>(experts * blocks) +
          4 * static_cast<size_t>(experts * tokens + blocks + 1);
 }
 

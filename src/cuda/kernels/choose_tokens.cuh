@@ -2,15 +2,16 @@
 // choose_tokens: expert e keeps its m_e pairs (token, e) of highest rank; slots by token, then expert.
 //   token rounding  m_e by core/token_rounding.hpp; members of the top-k choice rank above others
 //   expert choice   m_e = capacity, or an even share of the slots of all real tokens, no members: pairs rank by p
-// Shapes   ranks (E,T) and blocks' counts of slots, as rank_pairs leaves them; ids, scores (P), token_offsets (T+1),
-//          and where the call wants them the routing tables
-// Work     reads 4TE of ranks once, out of L2 where they fit, writes a bit of each; then that of choose_tokens_emit.cuh
+// Shapes   ranks (E,T), their ends in each block of 32 tokens and blocks' counts of slots, as rank_pairs leaves them;
+//          ids, scores (P), token_offsets (T+1), and where the call wants them the routing tables
+// Work     reads TE of ends and the ranks of few blocks, out of L2 where they fit, writes a bit of each pair; then that
+//          of choose_tokens_emit.cuh
 // Schedule kernels in the stream's order, choose_tokens_..
-//   keep   a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule gives m_e;
-//          the last pair that stays is found bit by bit, from the end of its class that is nearer, among the few that
-//          the threads' nearest ones leave in question. It is the expert's cut, and what it drops and adds moves the
-//          blocks' counts. Leaves which tokens of each 32 stay, and how many do ahead of them. balance_f, whose rule
-//          runs over the experts: counts and cuts in two launches, .._round between them
+//   keep   a CTA per expert: counts members and others; the rule gives m_e; the last pair that stays is found bit by
+//          bit, from the end of its class that is nearer, among the few that the nearest ranks of blocks leave in
+//          question, or among all, in shared memory where they fit. It is the expert's cut, and what it drops and adds
+//          moves the blocks' counts. Leaves which tokens of each 32 stay, and how many do ahead of them. balance_f,
+//          whose rule runs over the experts: counts and cuts in two launches, .._round between them
 //   scan   one CTA adds up the slots of earlier blocks, with tables another one the rows of earlier experts
 //   emit   kernels/choose_tokens_emit.cuh
 //          All start while the kernel ahead of them ends, and wait before they read
@@ -66,6 +67,13 @@ struct ClassEnd {
   __device__ uint64_t key(uint64_t order) const {
     return worst ? order ^ (~uint64_t{0} >> 1) : order;
   }
+  // Blocks keep the ranks at this end: none asks for the best members, as a choice drops fewer than it keeps, or all.
+  __device__ bool is_known() const { return !members || worst; }
+  // The key of the rank nearest to a known end among some, 0 where there is none.
+  __device__ uint32_t nearest(BlockRanks const& ranks) const {
+    if ((members ? ranks.members : ranks.others) == 0) return 0;
+    return members ? key(ranks.worst_member) : key(worst ? ranks.worst_other : ranks.best_other);
+  }
   // Below all keys of the class.
   template <class Key>
   __device__ Key least_key() const {
@@ -73,82 +81,98 @@ struct ClassEnd {
   }
 };
 
-// The ranks of one expert, brought to shared memory where they fit, and a word of bits for each block, of the tokens
-// that stay: members first, and a change for each pair that is dropped or added. Thread i looks at tokens i,
-// i + kThreads, ...
+// The ranks of one expert by their blocks, of which thread i looks at blocks i, i + kThreads, ..; and a word of bits
+// for each block, of the tokens that stay: members first, and a change for each pair that is dropped or added. Where an
+// answer needs more than some blocks, all ranks are brought to shared memory, if they fit.
 template <class Config>
 class ExpertColumn {
  public:
   static constexpr int kWords = Config::kMaxTokens / kChoiceBlockTokens;
 
-  // smem_ranks, (kMaxTokens), is not used where there are more tokens; smem_words, (kWords).
+  // smem_ranks, (kMaxTokens) or null, is not used where there are more tokens; smem_words, (kWords).
   __device__ ExpertColumn(ChooseTokensArguments const& p, int expert, uint32_t* smem_ranks,
                           uint32_t* smem_words)
       : gmem_(ChoiceWorkspace::of(p).gmem_ranks + expert * p.tokens),
-        ranks_(p.tokens <= Config::kMaxTokens ? smem_ranks : gmem_),
+        ranks_(gmem_),
+        smem_ranks_(smem_ranks),
         tokens_(static_cast<int>(p.tokens)),
         blocks_(static_cast<int>(choice_blocks(p.tokens))),
+        gmem_blocks_(ChoiceWorkspace::of(p).gmem_block_ranks + int64_t{expert} * blocks_),
         gmem_kept_(ChoiceWorkspace::of(p).gmem_kept + int64_t{expert} * blocks_),
         smem_words_(smem_words),
-        words_(is_staged() ? smem_words : reinterpret_cast<uint32_t*>(gmem_kept_) + blocks_) {
-    int const lane = arch::lane_idx();
-    for (int base = int(threadIdx.x) - lane; base < tokens_;
-         base += Config::kAhead * Config::kThreads) {
-      uint32_t ranks[Config::kAhead];
-      TESSERA_UNROLL
-      for (int i = 0; i < Config::kAhead; ++i) {
-        int const t = base + i * Config::kThreads + lane;
-        ranks[i] = t < tokens_ ? gmem_[t] : 0;
-      }
-      TESSERA_UNROLL
-      for (int i = 0; i < Config::kAhead; ++i) {
-        int const first = base + i * Config::kThreads, t = first + lane;
-        if (first >= tokens_) break;
-        if (is_staged() && t < tokens_) smem_ranks[t] = ranks[i];
-        uint32_t const members = __ballot_sync(arch::kAllLanes, core::is_member(ranks[i]));
-        if (lane == 0) words_[first / kChoiceBlockTokens] = members;
-        note(ranks[i]);
-      }
+        words_(fits() ? smem_words : reinterpret_cast<uint32_t*>(gmem_kept_) + blocks_) {
+    for (int b = int(threadIdx.x); b < blocks_; b += Config::kThreads) {
+      BlockRanks const block = gmem_blocks_[b];
+      words_[b] = block.members;
+      own_.members |= block.members;
+      own_.others |= block.others;
+      own_members_ += __popc(block.members);
+      own_others_ += __popc(block.others);
+      own_.worst_member = min(own_.worst_member, block.worst_member);
+      own_.best_other = max(own_.best_other, block.best_other);
+      own_.worst_other = min(own_.worst_other, block.worst_other);
     }
     __syncthreads();
   }
 
   __device__ int members() { return add_up(own_members_); }
-  __device__ int eligible() { return add_up(own_ranked_ - own_members_); }
+  __device__ int eligible() { return add_up(own_others_); }
 
   // visit(order) for this thread's of the n pairs nearest to an end, 0 < n <= the class's size; returns a key that
-  // these n reach and no other. Where every thread's nearest rank already shows that few pairs can be among them,
-  // only those are searched, one a thread.
+  // these n reach and no other. Where the nearest ranks of threads' blocks already show that few pairs can be among
+  // them, only those are searched, one a thread.
   template <class Visit>
   __device__ uint64_t for_each_nearest(ClassEnd const& end, int n, Visit&& visit) {
-    uint32_t const own = nearest(end);
-    // As many threads as n have a key at or above it, or it is below all.
-    uint32_t const bound =
-        search<uint32_t>(end, n, [&](uint32_t key) { return __syncthreads_count(own >= key); });
+    uint32_t const own = end.nearest(own_);
+    // As many threads as n have a key at or above it, and not many more, or it is below all.
+    uint32_t bound = end.least_key<uint32_t>();
+    if (end.is_known()) {
+      bound = search<uint32_t>(end, n, 2 * n,
+                               [&](uint32_t key) { return __syncthreads_count(own >= key); });
+    }
     TESSERA_STATIC_SHARED(smem_keys, uint64_t[Config::kThreads]);
-    TESSERA_STATIC_SHARED(smem_size, int);
-    if (threadIdx.x == 0) smem_size = 0;
+    TESSERA_STATIC_SHARED(smem_blocks, int[Config::kThreads]);
+    TESSERA_STATIC_SHARED(smem_sizes, int[2]);  // of blocks with such pairs, and of their keys
+    if (threadIdx.x < 2) smem_sizes[threadIdx.x] = 0;
     __syncthreads();
-    auto const for_each_from_bound = [&](auto&& body) {
-      if (own < bound) return;
-      for_each([&](int t, uint32_t rank) {
-        if (end.has(rank) && end.key(rank) >= bound) body(end.key(pair_order(rank, t)));
-      });
-    };
-    for_each_from_bound([&](uint64_t key) {
+    auto const append = [&](int& smem_size, auto* smem_list, auto what) {
       int const at = atomicAdd(&smem_size, 1);  // their order does not matter
-      if (at < Config::kThreads) smem_keys[at] = key;
-    });
+      if (at < Config::kThreads) smem_list[at] = what;
+    };
+    if (end.is_known() && own >= bound) {
+      for (int b = int(threadIdx.x); b < blocks_; b += Config::kThreads) {
+        if (end.nearest(gmem_blocks_[b]) >= bound) append(smem_sizes[0], smem_blocks, b);
+      }
+    }
     __syncthreads();
-    int const size = smem_size;
+    int const blocks = smem_sizes[0];
+    auto const from_bound = [&](uint32_t rank) { return end.has(rank) && end.key(rank) >= bound; };
+    if (end.is_known() && blocks <= Config::kThreads) {
+      int const lane = arch::lane_idx();
+      for (int i = int(threadIdx.x) / arch::kWarpThreads; i < blocks; i += kWarps) {
+        int const t = smem_blocks[i] * kChoiceBlockTokens + lane;
+        uint32_t const rank = t < tokens_ ? ranks_[t] : 0;
+        if (from_bound(rank)) append(smem_sizes[1], smem_keys, end.key(pair_order(rank, t)));
+      }
+    } else if (threadIdx.x == 0) {
+      smem_sizes[1] = Config::kThreads + 1;
+    }
+    __syncthreads();
+    int const size = smem_sizes[1];
     uint64_t least;
     if (size <= Config::kThreads) {
       uint64_t const key = int(threadIdx.x) < size ? smem_keys[threadIdx.x] : 0;
-      least = search<uint64_t>(end, n,
+      least = search<uint64_t>(end, n, n,
                                [&](uint64_t other) { return __syncthreads_count(key >= other); });
       if (key >= least) visit(end.key(key));
     } else {
-      least = search<uint64_t>(end, n, [&](uint64_t other) {
+      stage();
+      auto const for_each_from_bound = [&](auto&& body) {
+        for_each([&](int t, uint32_t rank) {
+          if (from_bound(rank)) body(end.key(pair_order(rank, t)));
+        });
+      };
+      least = search<uint64_t>(end, n, n, [&](uint64_t other) {
         int reached = 0;
         for_each_from_bound([&](uint64_t key) { reached += key >= other ? 1 : 0; });
         return add_up(reached);
@@ -206,11 +230,11 @@ class ExpertColumn {
     __syncthreads();
     for (int first = 0; first < blocks_; first += kWords) {
       int const words = min(blocks_ - first, kWords);
-      for (int b = thread; !is_staged() && b < words; b += Config::kThreads) {
+      for (int b = thread; !fits() && b < words; b += Config::kThreads) {
         // Their place ends where that of the last block does, which is written after they are read.
         smem_words_[b] = arch::load_acquire_gpu(words_ + first + b);
       }
-      if (!is_staged()) __syncthreads();
+      if (!fits()) __syncthreads();
       int const of_thread = (words + Config::kThreads - 1) / Config::kThreads;
       int const begin = min(thread * of_thread, words), end = min(begin + of_thread, words);
       int own = 0;
@@ -231,26 +255,26 @@ class ExpertColumn {
   static constexpr int kWarps = Config::kThreads / arch::kWarpThreads;
   static constexpr uint64_t kMinPair = uint64_t{1} << 32, kNoPair = ~uint64_t{0};
 
-  __device__ bool is_staged() const { return tokens_ <= Config::kMaxTokens; }
+  __device__ bool fits() const { return tokens_ <= Config::kMaxTokens; }
 
-  // Members are negative as signed numbers, and the others, less one, are below all members; 0 is neither.
-  __device__ void note(uint32_t rank) {
-    auto const as_signed = static_cast<int>(rank);
-    own_members_ += static_cast<int>(rank >> 31);
-    own_ranked_ += static_cast<int>(min(rank, 1u));
-    own_best_ = max(own_best_, rank);
-    own_worst_member_ = min(own_worst_member_, as_signed);
-    own_best_other_ = max(own_best_other_, as_signed);
-    own_before_worst_other_ = min(own_before_worst_other_, rank - 1);
-  }
-
-  // The key of this thread's nearest rank, 0 for none.
-  __device__ uint32_t nearest(ClassEnd const& end) const {
-    uint32_t const best_member = core::is_member(own_best_) ? own_best_ : 0;
-    uint32_t const best = end.members ? best_member : static_cast<uint32_t>(own_best_other_);
-    uint32_t const worst =
-        end.members ? static_cast<uint32_t>(own_worst_member_) : own_before_worst_other_ + 1;
-    return best == 0 ? 0 : end.key(end.worst ? worst : best);
+  // Brings all ranks to shared memory, where they fit.
+  __device__ void stage() {
+    if (!fits() || smem_ranks_ == nullptr || ranks_ != gmem_) return;
+    for (int base = int(threadIdx.x); base < tokens_; base += Config::kAhead * Config::kThreads) {
+      uint32_t ranks[Config::kAhead];
+      TESSERA_UNROLL
+      for (int i = 0; i < Config::kAhead; ++i) {
+        int const t = base + i * Config::kThreads;
+        ranks[i] = t < tokens_ ? gmem_[t] : 0;
+      }
+      TESSERA_UNROLL
+      for (int i = 0; i < Config::kAhead; ++i) {
+        int const t = base + i * Config::kThreads;
+        if (t < tokens_) smem_ranks_[t] = ranks[i];
+      }
+    }
+    ranks_ = smem_ranks_;
+    __syncthreads();
   }
 
   // visit(token, rank) for this thread's.
@@ -260,16 +284,16 @@ class ExpertColumn {
     for (int t = int(threadIdx.x); t < tokens_; t += Config::kThreads) visit(t, ranks_[t]);
   }
 
-  // A value that n of the class's keys reach, or a few more where keys are equal: bits are set from the top, each that
-  // leaves at least n, until it leaves n.
+  // A value that n to `most` of the class's keys reach, or a few more where keys are equal: bits are set from the top,
+  // each that leaves at least n, until it leaves no more than `most`.
   template <class Key, class Reach>
-  __device__ static Key search(ClassEnd const& end, int n, Reach&& reach) {
+  __device__ static Key search(ClassEnd const& end, int n, int most, Reach&& reach) {
     Key found = end.least_key<Key>();
     for (int bit = 8 * int(sizeof(Key)) - 2; bit >= 0; --bit) {
       Key const candidate = found | Key{1} << bit;
       int const reached = reach(candidate);
       if (reached >= n) found = candidate;
-      if (reached == n) break;
+      if (reached >= n && reached <= most) break;
     }
     return found;
   }
@@ -299,13 +323,15 @@ class ExpertColumn {
 
   uint32_t const* gmem_;
   uint32_t const* ranks_;
+  uint32_t* smem_ranks_;
   int tokens_, blocks_;
+  BlockRanks const* gmem_blocks_;
   KeptTokens* gmem_kept_;
   uint32_t *smem_words_, *words_;
-  // This thread's ranks have these counts and ends.
-  int own_members_ = 0, own_ranked_ = 0;
-  uint32_t own_best_ = 0, own_before_worst_other_ = UINT32_MAX;
-  int own_worst_member_ = 0, own_best_other_ = 0;
+  // This thread's blocks have these counts and ends together.
+  int own_members_ = 0, own_others_ = 0;
+  BlockRanks own_ = {
+      .members = 0, .others = 0, .worst_member = ~0u, .best_other = 0, .worst_other = ~0u};
   int turn_ = 0;
 };
 
@@ -350,14 +376,15 @@ enum class ChoiceStep { count, cut, both };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
-    choose_tokens_keep(__grid_constant__ ChooseTokensArguments const p, ChoiceStep const step) {
+    choose_tokens_keep(__grid_constant__ ChooseTokensArguments const p, ChoiceStep const step,
+                       bool const stages) {
   arch::let_next_kernel_start();
   arch::wait_for_previous_kernel();
   auto const expert = static_cast<int>(blockIdx.x);
   core::ExpertPairs& gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs[expert];
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_column);
   TESSERA_STATIC_SHARED(smem_words, uint32_t[ExpertColumn<Config>::kWords]);
-  ExpertColumn<Config> column(p, expert, smem_column, smem_words);
+  ExpertColumn<Config> column(p, expert, stages ? smem_column : nullptr, smem_words);
   core::ExpertPairs pairs;
   if (step == ChoiceStep::cut) {
     pairs = gmem_pairs;
@@ -422,11 +449,13 @@ template <class Config>
 cudaError_t launch_keep(ChooseTokensArguments const& args, cudaStream_t stream) {
   cudaError_t error = host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMaxTokens);
   if (error != cudaSuccess) return error;
-  size_t const smem_bytes =
-      args.tokens <= Config::kMaxTokens ? 4 * static_cast<size_t>(args.tokens) : 0;
+  // Rounding asks for all ranks only where many are equal: then CTAs that share an SM read them from L2.
+  bool const stages =
+      args.tokens <= Config::kMaxTokens && (Config::kCtas == 1 || args.gmem_topk_ids == nullptr);
+  size_t const smem_bytes = stages ? 4 * static_cast<size_t>(args.tokens) : 0;
   auto const keep = [&](ChoiceStep step) {
     return host::launch_early(choose_tokens_keep<Config>, true, static_cast<unsigned>(args.experts),
-                              Config::kThreads, smem_bytes, stream, args, step);
+                              Config::kThreads, smem_bytes, stream, args, step, stages);
   };
   if (args.router.round != Rounding::balance_f) return keep(ChoiceStep::both);
   error = keep(ChoiceStep::count);

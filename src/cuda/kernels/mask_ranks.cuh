@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // mask_ranks: takes padding out of what rank_pairs leaves: its pairs get no rank, and its slots do not count.
-// Shapes   mask (T), ranks (E,T), slots of each block of 32 tokens
-// Work     reads T, writes 4E of every token of padding
-// Schedule a CTA per 32 tokens, a lane per token; a warp has every kCtaWarps-th expert
+// Shapes   mask (T), ranks (E,T), slots of each block of 32 tokens, and of each block and expert the ends of the ranks
+// Work     reads T and, of each block with padding, 128E; writes 4E of every token of padding and 32E of such a block
+// Schedule a CTA per 32 tokens, two threads for each expert, which do nothing where no token is padding
 // Numerics integers; bitwise repeatable: yes
 #pragma once
 
@@ -13,6 +13,7 @@
 #include "../arch/warp.cuh"
 #include "../host/choose_tokens.hpp"
 #include "../host/launch.hpp"
+#include "../router/block_ranks.cuh"
 
 namespace tessera::cuda {
 
@@ -21,17 +22,26 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
     mask_ranks(__grid_constant__ ChooseTokensArguments const p) {
   static_assert(kChoiceBlockTokens == arch::kWarpThreads, "a lane per token");
   ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
-  int64_t const token = int64_t{blockIdx.x} * kChoiceBlockTokens + arch::lane_idx();
-  bool const exists = token < p.tokens, real = exists && p.gmem_token_mask[token] != 0;
-  int const warp = arch::warp_idx();  // a shuffle of all lanes, some of which return below
-  int const in_block = __popc(__ballot_sync(arch::kAllLanes, real));
+  int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens, own = first + arch::lane_idx();
+  auto const tokens = static_cast<int>(min(p.tokens - first, int64_t{kChoiceBlockTokens}));
+  uint32_t const real =
+      __ballot_sync(arch::kAllLanes, own < p.tokens && p.gmem_token_mask[own] != 0);
   if (threadIdx.x == 0) {
-    workspace.gmem_block_slots[blockIdx.x] = p.gmem_topk_ids != nullptr ? in_block * p.top_k : 0;
+    workspace.gmem_block_slots[blockIdx.x] =
+        p.gmem_topk_ids != nullptr ? __popc(real) * p.top_k : 0;
   }
-  if (real || !exists) return;
-  for (int e = warp; e < p.experts; e += Config::kCtaWarps) {
-    workspace.gmem_ranks[e * p.tokens + token] = 0;
-  }
+  if (__popc(real) == tokens) return;
+  for_each_half_block<Config::kCtaWarps * arch::kWarpThreads>(
+      p.experts, [&](int e, int begin, bool exists) {
+        HalfBlockRanks ranks;
+        uint32_t* const gmem_half = workspace.gmem_ranks + e * p.tokens + first + begin;
+        for (int t = HalfBlockRanks::kTokens - 1; t >= 0; --t) {
+          bool const there = exists && begin + t < tokens, stays = there && real >> (begin + t) & 1;
+          ranks.add(stays ? gmem_half[t] : 0);
+          if (there && !stays) gmem_half[t] = 0;
+        }
+        ranks.store(workspace.gmem_block_ranks + e * int64_t{gridDim.x} + blockIdx.x, exists);
+      });
 }
 
 template <class Config>

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // rank_pairs: the rank (core::pair_rank) of every pair (token, expert), by which choose_tokens chooses: p of the
 // expert, and for members of the top-k choice their score, above all others.
-// Shapes   logits (T,E), member ids and scores (T,K); ranks (E,T), slots of each block of 32 tokens
-// Work     reads 4TE + 8TK, writes 4TE
+// Shapes   logits (T,E), member ids and scores (T,K); ranks (E,T), slots of each block of 32 tokens, and of each block
+//          and expert the ends of the ranks
+// Work     reads 4TE + 8TK, writes 5TE
 // Schedule a CTA per 32 tokens, a warp per token: p of all experts, then the members' scores; transposed through shared
 //          memory, so that an expert's ranks lie side by side. The blocks' slots are those of all members.
 //          A softmax over up to 512 experts stays in registers, kValues a lane, and ends in exact quotients without a
@@ -23,6 +24,7 @@
 #include "../arch/warp.cuh"
 #include "../host/choose_tokens.hpp"
 #include "../host/launch.hpp"
+#include "../router/block_ranks.cuh"
 #include "../warp/fold.cuh"
 #include "core/router_math.hpp"
 #include "core/token_rounding.hpp"
@@ -197,6 +199,7 @@ template <class Config, int kValues, bool kWhole>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config::ctas(kValues))
     rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
   arch::let_next_kernel_start();
+  constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
   constexpr int kPitch = kChoiceBlockTokens + 1;       // of shared memory
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
@@ -214,13 +217,28 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config:
     int const members = p.gmem_topk_ids != nullptr ? p.top_k : 0;
     ChoiceWorkspace::of(p).gmem_block_slots[blockIdx.x] = tokens * members;
   }
-  if (!staged) return;
   __syncthreads();
-  if (arch::lane_idx() >= tokens) return;
+  int const experts = kWhole ? kValues * arch::kWarpThreads : p.experts;
+  BlockRanks* const gmem_blocks = ChoiceWorkspace::of(p).gmem_block_ranks + blockIdx.x;
+  for_each_half_block<kThreads>(experts, [&](int e, int begin, bool exists) {
+    HalfBlockRanks ranks;
+    int const own = min(e, experts - 1);
+    uint32_t const* const smem_half = smem_ranks + own * kPitch + begin;
+    if (staged && tokens == kChoiceBlockTokens) {
+      TESSERA_UNROLL
+      for (int t = HalfBlockRanks::kTokens - 1; t >= 0; --t) ranks.add(smem_half[t]);
+    } else {
+      uint32_t const* const gmem_half = gmem_ranks + own * p.tokens + first + begin;
+      for (int t = HalfBlockRanks::kTokens - 1; t >= 0; --t) {
+        ranks.add(begin + t >= tokens ? 0 : staged ? smem_half[t] : gmem_half[t]);
+      }
+    }
+    ranks.store(gmem_blocks + e * int64_t{gridDim.x}, exists);
+  });
+  if (!staged || arch::lane_idx() >= tokens) return;
   uint32_t const* smem_own = smem_ranks + warp * kPitch + arch::lane_idx();
   uint32_t* gmem_own = gmem_ranks + (warp * p.tokens + first + arch::lane_idx());
   int64_t const step = Config::kCtaWarps * p.tokens;
-  int const experts = kWhole ? kValues * arch::kWarpThreads : p.experts;
 #pragma unroll 4
   for (int e = warp; e < experts; e += Config::kCtaWarps) {
     *gmem_own = *smem_own;

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "core/fp32_math.hpp"
+#include "tests/emulator/block_ranks.hpp"
 #include "tests/emulator/emulator.hpp"
 
 namespace tessera::cuda {
@@ -89,8 +91,9 @@ std::vector<std::uint32_t> expected(Choice const& c, int token) {
 // What is wrong, or nothing.
 std::string rank(Choice const& c) {
   std::int64_t const tokens = c.tokens, blocks = choice_blocks(tokens);
-  std::vector<std::uint64_t> memory(choose_tokens_workspace_bytes(tokens, c.experts) / 8 + 1,
-                                    ~std::uint64_t{0});
+  std::vector<BlockRanks> memory(
+      choose_tokens_workspace_bytes(tokens, c.experts) / sizeof(BlockRanks) + 1);
+  std::memset(memory.data(), 0xff, memory.size() * sizeof(BlockRanks));
   ChooseTokensArguments p{};
   p.gmem_logits = c.logits.data();
   p.gmem_topk_ids = c.ids.data();
@@ -114,6 +117,8 @@ std::string rank(Choice const& c) {
       return "rank of token " + std::to_string(t) + ", expert " + std::to_string(e);
     }
   }
+  auto const none = [](std::int64_t) { return false; };
+  if (!emulator::has_ends(workspace, c.experts, tokens, none)) return "ends of a block";
   for (std::int64_t b = 0; b < blocks; ++b) {
     std::int64_t const in_block = std::min<std::int64_t>(tokens - b * kChoiceBlockTokens, 32);
     if (workspace.gmem_block_slots[b] != in_block * kTopK) return "slots of a block";

@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "tests/emulator/block_ranks.hpp"
 #include "tests/emulator/emulator.hpp"
 
 namespace tessera::cuda {
@@ -25,10 +27,16 @@ struct Padding {
 
 constexpr std::int32_t kExperts = 19, kTopK = 3;
 
+// Every third pair is a member.
+std::uint32_t rank_of(std::int64_t pair) {
+  return static_cast<std::uint32_t>(pair + 1) | (pair % 3 == 0 ? 0x80000000u : 0);
+}
+
 // What is wrong, or nothing.
 std::string run(Padding const& padding, bool rounds, std::uint64_t seed) {
   std::int64_t const tokens = padding.tokens(), blocks = choice_blocks(tokens);
-  std::vector<std::uint64_t> memory(choose_tokens_workspace_bytes(tokens, kExperts) / 8 + 1);
+  std::vector<BlockRanks> memory(
+      choose_tokens_workspace_bytes(tokens, kExperts) / sizeof(BlockRanks) + 1);
   ChooseTokensArguments p{};
   p.gmem_topk_ids = rounds ? padding.topk_ids.data() : nullptr;
   p.tokens = tokens;
@@ -38,7 +46,7 @@ std::string run(Padding const& padding, bool rounds, std::uint64_t seed) {
   p.gmem_token_mask = padding.mask.data();
   ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
   for (std::int64_t i = 0; i < tokens * kExperts; ++i) {
-    workspace.gmem_ranks[i] = static_cast<std::uint32_t>(i + 1);
+    workspace.gmem_ranks[i] = rank_of(i);
   }
   for (std::int64_t b = 0; b < blocks; ++b) workspace.gmem_block_slots[b] = -1;
   EXPECT_EQ(launch_mask_ranks_config<Config>(p, nullptr), cudaSuccess);
@@ -50,10 +58,17 @@ std::string run(Padding const& padding, bool rounds, std::uint64_t seed) {
     if (real && rounds) slots[static_cast<std::size_t>(t / kChoiceBlockTokens)] += kTopK;
     for (std::int64_t e = 0; e < kExperts; ++e) {
       std::int64_t const at = e * tokens + t;
-      if (workspace.gmem_ranks[at] == (real ? static_cast<std::uint32_t>(at + 1) : 0)) continue;
+      if (workspace.gmem_ranks[at] == (real ? rank_of(at) : 0)) continue;
       return "rank of token " + std::to_string(t) + ", expert " + std::to_string(e);
     }
   }
+  // Blocks without padding keep the ends that they have.
+  auto const is_whole = [&](std::int64_t block) {
+    auto const first = padding.mask.begin() + block * kChoiceBlockTokens;
+    auto const end = std::min(first + kChoiceBlockTokens, padding.mask.end());
+    return std::find(first, end, 0) == end;
+  };
+  if (!emulator::has_ends(workspace, kExperts, tokens, is_whole)) return "ends of a block";
   for (std::int64_t b = 0; b < blocks; ++b) {
     if (workspace.gmem_block_slots[b] == slots[static_cast<std::size_t>(b)]) continue;
     return "slots of block " + std::to_string(b);

@@ -110,8 +110,9 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, bool
                                .top_groups = static_cast<std::int32_t>(top_groups)};
     if (launch_route_config<RouteConfig>(route, &stream) != cudaSuccess) return "route";
   }
-  std::vector<std::uint64_t> workspace(choose_tokens_workspace_bytes(c.tokens, c.experts) / 8 + 1,
-                                       ~std::uint64_t{0});
+  std::vector<BlockRanks> workspace(
+      choose_tokens_workspace_bytes(c.tokens, c.experts) / sizeof(BlockRanks) + 1);
+  std::memset(workspace.data(), 0xff, workspace.size() * sizeof(BlockRanks));
   ChooseTokensArguments const args{.gmem_logits = logits.data(),
                                    .gmem_selection_bias = gmem_bias,
                                    .gmem_topk_ids = chooses ? nullptr : out.members.data(),
@@ -301,7 +302,8 @@ TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
   auto const stays = [](std::int64_t t, std::int64_t e) {
     return t % 5 != 3 && (e == 0 || e == kExperts - 1 || (e * 7 + t) % 5003 == 0);
   };
-  std::vector<std::uint64_t> memory(choose_tokens_workspace_bytes(kTokens, kExperts) / 8 + 1);
+  std::vector<BlockRanks> memory(
+      choose_tokens_workspace_bytes(kTokens, kExperts) / sizeof(BlockRanks) + 1);
   std::vector<std::int32_t> offsets(kTokens + 1, kUntouched), ids(kSlots, kUntouched);
   std::vector<float> scores(kSlots, kUntouched);
   Tables tables;

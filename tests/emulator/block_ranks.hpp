@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "core/token_rounding.hpp"
 #include "cuda/host/choose_tokens.hpp"
@@ -11,6 +13,14 @@
 namespace tessera::emulator {
 
 using cuda::BlockRanks, cuda::kChoiceBlockTokens;
+
+/// Memory for a call's workspace, every byte of that value. Elements alone would leave bytes between them as they are.
+inline std::vector<BlockRanks> choice_memory(std::int64_t tokens, std::int64_t experts, int byte) {
+  std::vector<BlockRanks> memory(
+      cuda::choose_tokens_workspace_bytes(tokens, experts) / sizeof(BlockRanks) + 1);
+  std::memset(memory.data(), byte, memory.size() * sizeof(BlockRanks));
+  return memory;
+}
 
 /// ranks: of the expert, (tokens).
 inline BlockRanks block_ranks(std::uint32_t const* ranks, std::int64_t tokens, std::int64_t block) {

@@ -8,7 +8,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -91,9 +90,7 @@ std::vector<std::uint32_t> expected(Choice const& c, int token) {
 // What is wrong, or nothing.
 std::string rank(Choice const& c) {
   std::int64_t const tokens = c.tokens, blocks = choice_blocks(tokens);
-  std::vector<BlockRanks> memory(
-      choose_tokens_workspace_bytes(tokens, c.experts) / sizeof(BlockRanks) + 1);
-  std::memset(memory.data(), 0xff, memory.size() * sizeof(BlockRanks));
+  std::vector<BlockRanks> memory = emulator::choice_memory(tokens, c.experts, 0xff);
   ChooseTokensArguments p{};
   p.gmem_logits = c.logits.data();
   p.gmem_topk_ids = c.ids.data();

@@ -35,8 +35,7 @@ std::uint32_t rank_of(std::int64_t pair) {
 // What is wrong, or nothing.
 std::string run(Padding const& padding, bool rounds, std::uint64_t seed) {
   std::int64_t const tokens = padding.tokens(), blocks = choice_blocks(tokens);
-  std::vector<BlockRanks> memory(
-      choose_tokens_workspace_bytes(tokens, kExperts) / sizeof(BlockRanks) + 1);
+  std::vector<BlockRanks> memory = emulator::choice_memory(tokens, kExperts, 0);
   ChooseTokensArguments p{};
   p.gmem_topk_ids = rounds ? padding.topk_ids.data() : nullptr;
   p.tokens = tokens;

@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "cuda/kernels/route.cuh"
 #include "tests/cuda/choice_cases.hpp"
 #include "tests/cuda/tables_cases.hpp"
+#include "tests/emulator/block_ranks.hpp"
 #include "tests/emulator/emulator.hpp"
 
 namespace tessera::routing_test {
@@ -110,9 +110,7 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, bool
                                .top_groups = static_cast<std::int32_t>(top_groups)};
     if (launch_route_config<RouteConfig>(route, &stream) != cudaSuccess) return "route";
   }
-  std::vector<BlockRanks> workspace(
-      choose_tokens_workspace_bytes(c.tokens, c.experts) / sizeof(BlockRanks) + 1);
-  std::memset(workspace.data(), 0xff, workspace.size() * sizeof(BlockRanks));
+  std::vector<BlockRanks> workspace = emulator::choice_memory(c.tokens, c.experts, 0xff);
   ChooseTokensArguments const args{.gmem_logits = logits.data(),
                                    .gmem_selection_bias = gmem_bias,
                                    .gmem_topk_ids = chooses ? nullptr : out.members.data(),
@@ -302,8 +300,7 @@ TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
   auto const stays = [](std::int64_t t, std::int64_t e) {
     return t % 5 != 3 && (e == 0 || e == kExperts - 1 || (e * 7 + t) % 5003 == 0);
   };
-  std::vector<BlockRanks> memory(
-      choose_tokens_workspace_bytes(kTokens, kExperts) / sizeof(BlockRanks) + 1);
+  std::vector<BlockRanks> memory = emulator::choice_memory(kTokens, kExperts, 0);
   std::vector<std::int32_t> offsets(kTokens + 1, kUntouched), ids(kSlots, kUntouched);
   std::vector<float> scores(kSlots, kUntouched);
   Tables tables;

@@ -67,9 +67,7 @@ struct ClassEnd {
   __device__ uint64_t key(uint64_t order) const {
     return worst ? order ^ (~uint64_t{0} >> 1) : order;
   }
-  // Blocks keep the ranks at this end: none asks for the best members, as a choice drops fewer than it keeps, or all.
-  __device__ bool is_known() const { return !members || worst; }
-  // The key of the rank nearest to a known end among some, 0 where there is none.
+  // The key of the rank nearest to the end among some, 0 where there is none. Nobody asks for the best members.
   __device__ uint32_t nearest(BlockRanks const& ranks) const {
     if ((members ? ranks.members : ranks.others) == 0) return 0;
     return members ? key(ranks.worst_member) : key(worst ? ranks.worst_other : ranks.best_other);
@@ -125,11 +123,8 @@ class ExpertColumn {
   __device__ uint64_t for_each_nearest(ClassEnd const& end, int n, Visit&& visit) {
     uint32_t const own = end.nearest(own_);
     // As many threads as n have a key at or above it, and not many more, or it is below all.
-    uint32_t bound = end.least_key<uint32_t>();
-    if (end.is_known()) {
-      bound = search<uint32_t>(end, n, 2 * n,
-                               [&](uint32_t key) { return __syncthreads_count(own >= key); });
-    }
+    uint32_t const bound = search<uint32_t>(
+        end, n, 2 * n, [&](uint32_t key) { return __syncthreads_count(own >= key); });
     TESSERA_STATIC_SHARED(smem_keys, uint64_t[Config::kThreads]);
     TESSERA_STATIC_SHARED(smem_blocks, int[Config::kThreads]);
     TESSERA_STATIC_SHARED(smem_sizes, int[2]);  // of blocks with such pairs, and of their keys
@@ -139,7 +134,7 @@ class ExpertColumn {
       int const at = atomicAdd(&smem_size, 1);  // their order does not matter
       if (at < Config::kThreads) smem_list[at] = what;
     };
-    if (end.is_known() && own >= bound) {
+    if (own >= bound) {
       for (int b = int(threadIdx.x); b < blocks_; b += Config::kThreads) {
         if (end.nearest(gmem_blocks_[b]) >= bound) append(smem_sizes[0], smem_blocks, b);
       }
@@ -147,7 +142,7 @@ class ExpertColumn {
     __syncthreads();
     int const blocks = smem_sizes[0];
     auto const from_bound = [&](uint32_t rank) { return end.has(rank) && end.key(rank) >= bound; };
-    if (end.is_known() && blocks <= Config::kThreads) {
+    if (blocks <= Config::kThreads) {
       int const lane = arch::lane_idx();
       for (int i = int(threadIdx.x) / arch::kWarpThreads; i < blocks; i += kWarps) {
         int const t = smem_blocks[i] * kChoiceBlockTokens + lane;
@@ -209,9 +204,10 @@ class ExpertColumn {
     };
     uint64_t least = kept == 0 ? kNoPair : kMinPair;  // none of the class stays, or all
     if (kept > 0 && lost > 0) {
-      ClassEnd const end{drops, lost < kept};
+      // Members that are dropped are fewer than a tile; others are searched from the end that is nearer.
+      ClassEnd const end{drops, drops || lost < kept};
       bool const at_end = drops == end.worst;  // what is dropped or added
-      uint64_t const key = for_each_nearest(end, min(lost, kept), [&](uint64_t order) {
+      uint64_t const key = for_each_nearest(end, end.worst ? lost : kept, [&](uint64_t order) {
         if (at_end) change(order);
       });
       least = end.worst ? end.key(key) + 1 : key;

@@ -4,10 +4,8 @@
 // So the ratio to bf16 depends on K*n, on M_e = P/E and, through the k loops and epilogues of the GEMMs, on n and d: a
 // layer gains that is, in all four, at least as large as one that was seen to gain.
 //
-// bf16's time of a step over that of fp8, weights quantised in the call and handed in as codes
-// (bench/results/archive/h200/2026-11-29-precisions-of-ten-layers.json):
-//   7B-n1024 1.012, 1.113; 30B-n256 1.095, 1.167; Qwen3-30B 1.115, 1.200; 7B-n256 0.983, 1.066; Qwen3Next 0.968, 1.198
-// Not among them, as they gain less than 1% or lose: 1.4B-n256 0.957, 1.007; 7B-n512 1.007 where calls quantise.
+// Measured in docs/notebook/2026-11-28-fp8-layer.md (ten layers), in turns with bf16 in one process. Not among them, as
+// they gain less than 1% or lose: 1.4B-n256, and where calls quantise 7B-n256, 7B-n512 and Qwen3Next.
 #pragma once
 
 #include <cstdint>

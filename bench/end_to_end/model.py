@@ -71,7 +71,7 @@ CONFIGURATIONS = {
     "95M-4of128": Configuration(6, 384, 6, 6, 64, 96, 128, 4, 16_384, True, 1024),
     # For a CPU: `small` learns something within minutes, `tiny` is for tests.
     "small": Configuration(4, 256, 4, 2, 64, 128, 32, 4, 4096, True, 256),
-    # As `small`, with an intermediate that layers in fp8 take on a GPU; many runs of it fit one.
+    # For layers in fp8 on a GPU, which take an intermediate of 256; many runs of it share one.
     "small-n256": Configuration(2, 256, 4, 2, 64, 256, 32, 4, 4096, True, 256),
     "tiny": Configuration(2, 64, 4, 2, 16, 32, 8, 2, 512, True, 64),
 }

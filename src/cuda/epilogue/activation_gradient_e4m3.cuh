@@ -262,6 +262,7 @@ class ActivationGradientE4m3Epilogue {
                                                     arch::high_halves(largest_dg, largest_du));
     ds *= 2 * factors.half_up;
     // The rows that wait for no scale leave while lanes exchange magnitudes and sums.
+    static_assert(kRowLanes >> 3 == 1, "three steps");
     TESSERA_UNROLL
     for (int step = 0; step < 3; ++step) {
       int const lanes = kRowLanes / 2 >> step;

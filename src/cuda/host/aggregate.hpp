@@ -30,7 +30,7 @@ struct AggregateBesideArguments {
 };
 
 /// Launches on `stream`; allocates nothing, waits for nothing. Element: __nv_bfloat16 or float.
-/// cudaErrorInvalidValue: rows or bases not multiples of 16 bytes, or 2^31 or more work items.
+/// cudaErrorInvalidValue: rows or bases not multiples of 16 bytes, 2^31 or more work items, or 2^29 columns and more.
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream);
 

@@ -17,3 +17,4 @@ struct __nv_bfloat16 {
 };
 inline float __bfloat162float(__nv_bfloat16 value) { return static_cast<float>(value); }
 inline __nv_bfloat16 __float2bfloat16_rn(float value) { return __nv_bfloat16(value); }
+inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }

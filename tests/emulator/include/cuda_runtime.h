@@ -57,6 +57,7 @@ T atomicOr(T* word, T bits) {
   tessera::emulator::changed();
   return before;
 }
+inline void __threadfence() {}
 inline void __threadfence_system() {}
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }

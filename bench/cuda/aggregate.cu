@@ -3,10 +3,14 @@
 // with the plain twin bit for bit, then timed, interleaved with a device copy of as many bytes (half read, half
 // written).
 // bound_ms = (2Rd + 2Td) bytes over the copy rate measured between the same launches.
+// With --varying every shape has K slots a token, and again numbers of slots that vary as after token rounding: of 100
+// tokens 8 have one more and 8 have one less. Both are timed in turns, and beside the library's choice the ring with
+// other sizes of items, and the kernel of a fixed number.
 //
-//   aggregate [--config NAME] [--iters N] [--json FILE]
+//   aggregate [--config NAME] [--iters N] [--varying] [--json FILE]
 #include <cstring>
 #include <memory>
+#include <span>
 
 #include "../../src/cuda/kernels/aggregate.cuh"
 #include "support.cuh"
@@ -35,10 +39,36 @@ struct AggregateVariant {
       .slots_in_flight = kSlots, .slices = kSlices, .warps = 8, .ctas_per_sm = kCtas};
 };
 
+// The library's ring with so many slots in an item.
+template <int kSlots>
+struct RingVariant : cuda::AggregateRing {
+  static constexpr int kItemSlots = kSlots;
+};
+
+// The kernel of a fixed number of slots, whatever their number.
+cudaError_t launch_without_ring(cuda::AggregateArguments const& args, cudaStream_t stream) {
+  return cuda::with_aggregate_config(args.top_k, [&]<class Config>(Config) {
+    return cuda::launch_aggregate_config<Config, bf16>(args, stream);
+  });
+}
+
+// On all SMs, behind nothing.
+cudaError_t launch_beside(cuda::AggregateArguments const& args, cudaStream_t stream) {
+  static DeviceBuffer<uint32_t> const counter(std::vector<uint32_t>{0});
+  static int const sms = [] {
+    int device = 0, count = 0;
+    TESSERA_CUDA(cudaGetDevice(&device));
+    TESSERA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+  }();
+  return cuda::launch_aggregate_beside<bf16>({args, counter.get()}, sms, stream);
+}
+
 struct Variant {
   char const* name;  // empty: the library's choice
   cudaError_t (*launch)(cuda::AggregateArguments const&, cudaStream_t);
   int most_slots;  // above, it is left out
+  bool varies = false;
 };
 
 constexpr Variant kVariants[] = {
@@ -49,9 +79,26 @@ constexpr Variant kVariants[] = {
     {"4 slots, 2 slices", cuda::launch_aggregate_config<AggregateVariant<4, 2, 4>, bf16>, 4},
 };
 
+constexpr Variant kVaryingVariants[] = {
+    {"", cuda::launch_aggregate<bf16>, 1 << 30},
+    {"beside", launch_beside, 1 << 30},
+    {"varying", cuda::launch_aggregate<bf16>, 1 << 30, true},
+    {"varying, beside", launch_beside, 1 << 30, true},
+    {"varying, no ring", launch_without_ring, 1 << 30, true},
+    {"varying, items of 16 slots", cuda::launch_aggregate_ring_config<RingVariant<16>, bf16>,
+     1 << 30, true},
+    {"varying, items of 32 slots", cuda::launch_aggregate_ring_config<RingVariant<32>, bf16>,
+     1 << 30, true},
+    {"varying, items of 64 slots", cuda::launch_aggregate_ring_config<RingVariant<64>, bf16>,
+     1 << 30, true},
+    {"varying, items of 128 slots", cuda::launch_aggregate_ring_config<RingVariant<128>, bf16>,
+     1 << 30, true},
+};
+
 struct Options {
   std::string config, json, command;
   int iters = 60;
+  bool varying = false;
 };
 
 constexpr int kSets = 2;  // rotated, so that no launch finds its inputs in L2
@@ -68,11 +115,24 @@ std::vector<int32_t> inverse_permutation(Shape const& s, Routing const& routing)
   return inverse;
 }
 
+// Of 25 tokens two give their last slot to another one, so that there are as many in all.
+std::vector<int32_t> varying_offsets(Shape const& s) {
+  std::vector<int32_t> offsets{0};
+  for (int t = 0; t < s.tokens; ++t) {
+    bool const whole = t - t % 25 + 25 <= s.tokens;
+    int const at = t % 25;
+    int const more = !whole ? 0 : at == 3 || at == 14 ? 1 : at == 9 || at == 20 ? -1 : 0;
+    offsets.push_back(offsets.back() + s.top_k + more);
+  }
+  return offsets;
+}
+
 struct Problem {
   explicit Problem(Shape const& s)
       : shape(s),
         scores(std::vector<float>(size_t(s.rows()), 0.25f)),
-        inverse(inverse_permutation(s, Routing::random(s.tokens, s.experts, s.top_k, 11))) {
+        inverse(inverse_permutation(s, Routing::random(s.tokens, s.experts, s.top_k, 11))),
+        offsets(varying_offsets(s)) {
     for (int set = 0; set < kSets; ++set) {
       y.emplace_back(std::make_unique<DeviceBuffer<bf16>>(s.rows() * s.hidden));
       o.emplace_back(std::make_unique<DeviceBuffer<bf16>>(int64_t{s.tokens} * s.hidden));
@@ -83,11 +143,11 @@ struct Problem {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  cuda::AggregateArguments arguments(int set) const {
+  cuda::AggregateArguments arguments(int set, bool varies) const {
     return {.gmem_y = y[set]->get(),
             .gmem_scores = scores.get(),
             .gmem_inverse_permutation = inverse.get(),
-            .gmem_token_offsets = nullptr,
+            .gmem_token_offsets = varies ? offsets.get() : nullptr,
             .gmem_o = o[set]->get(),
             .o_pitch = shape.hidden,
             .adds_to_o = false,
@@ -102,14 +162,14 @@ struct Problem {
 
   Shape shape;
   DeviceBuffer<float> scores;
-  DeviceBuffer<int32_t> inverse;
+  DeviceBuffer<int32_t> inverse, offsets;
   std::vector<std::unique_ptr<DeviceBuffer<bf16>>> y, o;
   std::vector<std::unique_ptr<DeviceBuffer<char>>> copy_from, copy_to;
 };
 
-std::vector<bf16> output_of(Problem const& p, decltype(Variant::launch) launch) {
+std::vector<bf16> output_of(Problem const& p, decltype(Variant::launch) launch, bool varies) {
   p.o[0]->poison();
-  TESSERA_CUDA(launch(p.arguments(0), nullptr));
+  TESSERA_CUDA(launch(p.arguments(0, varies), nullptr));
   std::vector<bf16> host(size_t(p.o[0]->count()));
   TESSERA_CUDA(
       cudaMemcpy(host.data(), p.o[0]->get(), host.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
@@ -123,14 +183,15 @@ struct Candidate {
 };
 
 // The variants for the shape's K, and the copy, which comes last.
-std::vector<Candidate> candidates_of(Problem const& p) {
-  std::vector<bf16> const plain = output_of(p, cuda::launch_aggregate_plain<bf16>);
+std::vector<Candidate> candidates_of(Problem const& p, std::span<Variant const> variants) {
+  std::vector<bf16> const plain[] = {output_of(p, cuda::launch_aggregate_plain<bf16>, false),
+                                     output_of(p, cuda::launch_aggregate_plain<bf16>, true)};
   std::vector<Candidate> out;
-  for (Variant const& variant : kVariants) {
+  for (Variant const& variant : variants) {
     if (p.shape.top_k > variant.most_slots) continue;
-    std::vector<bf16> const own = output_of(p, variant.launch);
-    out.push_back(
-        {&variant, std::memcmp(plain.data(), own.data(), plain.size() * sizeof(bf16)) == 0});
+    std::vector<bf16> const own = output_of(p, variant.launch, variant.varies);
+    out.push_back({&variant, std::memcmp(plain[variant.varies].data(), own.data(),
+                                         own.size() * sizeof(bf16)) == 0});
   }
   out.push_back({nullptr});
   return out;
@@ -148,7 +209,7 @@ void time_interleaved(Problem const& p, int iters, std::vector<Candidate>& candi
       Candidate& c = candidates[next];
       timer.record([&] {
         if (c.variant == nullptr) return p.copy(set);
-        TESSERA_CUDA(c.variant->launch(p.arguments(set), nullptr));
+        TESSERA_CUDA(c.variant->launch(p.arguments(set, c.variant->varies), nullptr));
       });
       float const ms = timer.ms();
       if (i >= 0) c.ms.push_back(ms);
@@ -156,17 +217,18 @@ void time_interleaved(Problem const& p, int iters, std::vector<Candidate>& candi
   }
 }
 
-std::string bench_shape(Shape const& s, int iters, double& copy_tbps) {
+std::string bench_shape(Shape const& s, Options const& options, double& copy_tbps) {
   Problem const p(s);
-  std::vector<Candidate> candidates = candidates_of(p);
-  time_interleaved(p, iters, candidates);
+  std::vector<Candidate> candidates =
+      options.varying ? candidates_of(p, kVaryingVariants) : candidates_of(p, kVariants);
+  time_interleaved(p, options.iters, candidates);
   float const copy_ms = quantiles(candidates.back().ms).median;
   candidates.pop_back();
   copy_tbps = std::max(copy_tbps, double(s.bytes()) / (double(copy_ms) * 1e9));
   std::string rows;
   for (Candidate const& c : candidates) {
     Quantiles const t = quantiles(c.ms);
-    std::printf("%-10s %-18s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name,
+    std::printf("%-10s %-27s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name,
                 c.variant->name, t.median, copy_ms, double(s.bytes()) / (double(t.median) * 1e9),
                 copy_ms / t.median, c.checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
     char row[768];
@@ -201,7 +263,7 @@ int run(Options const& options) {
   for (Shape const& s : kShapes) {
     if (!options.config.empty() && options.config != s.name) continue;
     if (!rows.empty()) rows += ",";
-    rows += bench_shape(s, options.iters, copy_tbps);
+    rows += bench_shape(s, options, copy_tbps);
   }
   if (!options.json.empty()) write_json(options, copy_tbps, rows);
   return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;
@@ -218,6 +280,8 @@ int main(int argc, char** argv) {
     bool const has_value = i + 1 < argc;
     if (flag == "--config" && has_value) {
       options.config = argv[++i];
+    } else if (flag == "--varying") {
+      options.varying = true;
     } else if (flag == "--json" && has_value) {
       options.json = argv[++i];
     } else if (flag == "--iters" && has_value && std::atoi(argv[i + 1]) > 0) {

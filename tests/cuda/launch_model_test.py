@@ -26,24 +26,27 @@ class Kernel:
     early: bool = False
 
 
-def chosen_tables(broken: str) -> list[Kernel]:
-    """What choose_tokens launches, which makes slots and tables: from its second kernel on all start early."""
+def chosen_tables(broken: str, scans: bool) -> list[Kernel]:
+    """What choose_tokens launches, which makes slots and tables: from its second kernel on all start early. scans:
+    there is a launch for sums that emit adds up itself otherwise."""
     keep, scan = [["let", "wait", "read scratch", "write scratch"] for _ in range(2)]
     if broken == "keep_reads_at_once":
         keep.remove("wait")
     if broken == "scan_never_waits":  # emit, which waits for it, then knows nothing of keep
         scan.remove("wait")
     clears = ["clear a"] if broken != "words_not_cleared" else []
+    emit = ["wait", *clears, "read scratch", "write ids", "write scores", "write tables"]
+    if broken == "emit_reads_at_once":
+        emit.remove("wait")
     return [
         Kernel("rank_pairs", ["let", "read scratch", "write scratch"]),
         Kernel("choose_tokens_keep", keep, early=True),
-        Kernel("choose_tokens_scan", scan, early=True),
-        Kernel("choose_tokens_emit", ["wait", *clears, "read scratch", "write ids", "write scores", "write tables"],
-               early=True),
+        *([Kernel("choose_tokens_scan", scan, early=True)] if scans else []),
+        Kernel("choose_tokens_emit", emit, early=True),
     ]
 
 
-def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool) -> list[Kernel]:
+def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool, scans: bool) -> list[Kernel]:
     """What the tables are made from lies where y is written later: scratch. early: without rounding none of these
     kernels is, but they could be. The last one clears the words of the kernels behind."""
     starts = ["let", "wait"] if early else []
@@ -56,12 +59,13 @@ def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool) -
                      [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early)
     return [
         *(first if routed else given),
-        *(chosen_tables(broken) if rounds else [scatter]),
+        *(chosen_tables(broken, scans) if rounds else [scatter]),
         *([Kernel("expert_counts", ["read tables"])] if counts else []),
     ]
 
 
-def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool = False) -> list[Kernel]:
+def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool = False,
+            scans: bool = False) -> list[Kernel]:
     up = ["read tables", "read x", "write a of first", "write h", "announce a", "write a of last", "write h"]
     down = ["read tables", "await a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
     if broken == "only_first_experts":  # of a CTA: no reason to wait but the rule
@@ -70,7 +74,7 @@ def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool =
         down.remove("await a")
     starts = {"let_before_wait": ["let", "wait"], "wait_before_let": ["wait", "let"]}.get(broken)
     return [
-        *tables(routed, counts, starts is not None, broken, rounds),
+        *tables(routed, counts, starts is not None, broken, rounds, scans),
         Kernel("up_projection_fwd", (starts or ["let"]) + up, early=starts is not None),
         Kernel("down_projection_fwd", down, early=True),
         Kernel("aggregate", ["read scratch", "read scores", "write o"]),
@@ -185,7 +189,8 @@ def step(chance, broken_forward: str = "", broken_backward: str = "", rounds: bo
     fp32_router = routed and chance.random() < 0.5
     if rounds is None:
         rounds = routed and chance.random() < 0.25
-    return [*forward(routed, chance.random() < 0.3, broken_forward, rounds),
+    return [*forward(routed, chance.random() < 0.3, broken_forward, rounds,
+                     chance.random() < 0.5),
             *backward(routed, broken_backward, fp32_router, rounds)]
 
 
@@ -199,7 +204,7 @@ class LaunchModel(unittest.TestCase):
             run(seed, calls(seed, *[lambda chance: step(chance, "wait_before_let")] * 2))
 
     def notices(self, **broken) -> None:
-        for seed in range(300):
+        for seed in range(1000):
             try:
                 run(seed, calls(seed, *[lambda chance: step(chance, **broken)] * 2))
             except BrokenRule as rule:
@@ -213,7 +218,7 @@ class LaunchModel(unittest.TestCase):
                 self.notices(broken_forward=rule)
 
     def test_choose_tokens_needs_its_rules(self):
-        for rule in ("keep_reads_at_once", "scan_never_waits", "words_not_cleared"):
+        for rule in ("keep_reads_at_once", "scan_never_waits", "emit_reads_at_once", "words_not_cleared"):
             with self.subTest(rule):
                 self.notices(broken_forward=rule, rounds=True)
 

@@ -77,7 +77,8 @@ struct ChoiceWorkspace {
   core::ExpertPairs* gmem_pairs;  // (E)
   KeptTokens* gmem_kept;          // (E,blocks)
   uint32_t* gmem_ranks;           // (E,T); 0: not eligible
-  int32_t* gmem_block_slots;  // (blocks+1): of each block, then their exclusive sums and the total
+  int32_t*
+      gmem_block_slots;  // (blocks+1): of each block; after scan their exclusive sums and the total
 
   __device__ static ChoiceWorkspace of(ChooseTokensArguments const& p) {
     int64_t const blocks = p.experts * choice_blocks(p.tokens);

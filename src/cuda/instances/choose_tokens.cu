@@ -14,6 +14,9 @@ cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t
   if (error == cudaSuccess) {
     error = launch_choose_tokens_keep_config<ChooseTokensConfig>(args, stream);
   }
+  if (error == cudaSuccess && emit_needs_scan<EmitTokensConfig>(args)) {
+    error = launch_choose_tokens_scan_config<ChooseTokensConfig>(args, stream);
+  }
   return error == cudaSuccess ? launch_choose_tokens_emit_config<EmitTokensConfig>(args, stream)
                               : error;
 }

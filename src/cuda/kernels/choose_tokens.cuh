@@ -12,7 +12,8 @@
 //          question, or among all, in shared memory where they fit. It is the expert's cut, and what it drops and adds
 //          moves the blocks' counts. Leaves which tokens of each 32 stay, and how many do ahead of them. balance_f,
 //          whose rule runs over the experts: counts and cuts in two launches, .._round between them
-//   scan   one CTA adds up the slots of earlier blocks, with tables another one the rows of earlier experts
+//   scan   one CTA adds up the slots of earlier blocks, with tables another one the rows of earlier experts; only where
+//          they are so many that emit does not add them up itself
 //   emit   kernels/choose_tokens_emit.cuh
 //          All start while the kernel ahead of them ends, and wait before they read
 // Numerics integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
@@ -464,10 +465,13 @@ template <class Config>
 cudaError_t launch_choose_tokens_keep_config(ChooseTokensArguments const& args,
                                              cudaStream_t stream) {
   if (args.experts > kMaxChoosingExperts) return cudaErrorInvalidValue;
-  cudaError_t const error = args.experts <= Config::kMaxWideExperts
-                                ? launch_keep<WideKeep<Config>>(args, stream)
-                                : launch_keep<Config>(args, stream);
-  if (error != cudaSuccess) return error;
+  return args.experts <= Config::kMaxWideExperts ? launch_keep<WideKeep<Config>>(args, stream)
+                                                 : launch_keep<Config>(args, stream);
+}
+
+template <class Config>
+cudaError_t launch_choose_tokens_scan_config(ChooseTokensArguments const& args,
+                                             cudaStream_t stream) {
   unsigned const scans = args.tables.gmem_expert_offsets != nullptr ? 2 : 1;
   return host::launch_early(choose_tokens_scan<Config>, true, scans, Config::kScanThreads, 0,
                             stream, args);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // choose_tokens_emit: from what each expert keeps to slots by token, then expert, and where the call wants them to the
 // routing tables, which metadata makes of other slots (kernels/metadata.cuh).
-// Shapes   kept tokens (E, blocks of 32), slots of blocks and rows of experts, as choose_tokens_scan leaves them; ids,
-//          scores (P), token_offsets (T+1); expert_offsets (E+1), the other tables (P)
+// Shapes   kept tokens (E, blocks of 32), slots of blocks, and rows of experts, which every CTA adds up to where its
+//          own begin, or choose_tokens_scan where they are many; ids, scores (P), token_offsets (T+1);
+//          expert_offsets (E+1), the other tables (P)
 // Work     reads E words per block of 32 tokens and, of kept pairs alone, 16 bytes; writes 8P + 4T, with tables 20P
 // Schedule a CTA per 32 tokens, a part of the experts a warp: 32 experts' words of 32 tokens are turned,
 //          so that a lane has the bits of its token; slots follow from their counts, rows from an expert's earlier
@@ -34,7 +35,17 @@ namespace tessera::cuda {
 struct EmitTokensConfig {
   static constexpr int kCtaWarps = 8;
   static constexpr int kStagedSlots = 1024;  // of a block, that pass through shared memory
+  // Every CTA adds up so many blocks' slots and experts' rows itself, which spares the launch of scan.
+  static constexpr int kMaxAddedBlocks = 1280;
+  static constexpr int kMaxAddedExperts = 512;
 };
+
+/// Says that emit has the sums of choose_tokens_scan.
+template <class Config>
+bool emit_needs_scan(ChooseTokensArguments const& args) {
+  return choice_blocks(args.tokens) > Config::kMaxAddedBlocks ||
+         args.experts > Config::kMaxAddedExperts;
+}
 
 // A lane's token and the experts of its warp, of which it keeps some: a bit each.
 template <class Config>
@@ -78,13 +89,12 @@ struct ChoicePart {
     }
     return count;
   }
-  // visit(expert, rank, row) for them, experts ascending; without tables rows are 0. kAhead pairs are on their way at
-  // once.
+  // visit(expert, rank, row) for them, experts ascending; rows begin at `first_row` and the expert's offset, without
+  // offsets they are 0. kAhead pairs are on their way at once.
   template <class Visit>
-  __device__ void for_each(Visit&& visit) const {
+  __device__ void for_each(int32_t const* offsets, int first_row, Visit&& visit) const {
     constexpr int kAhead = 4;
     uint32_t const* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks + token;
-    int32_t const* const gmem_offsets = p.tables.gmem_expert_offsets;
     uint32_t const below = (1u << arch::lane_idx()) - 1;
     for (int base = first; base < end; base += arch::kWarpThreads) {
       uint32_t kept = smem_kept[base - first];
@@ -98,9 +108,10 @@ struct ChoicePart {
           rows[i] = 0;
           if (experts[i] < 0) continue;
           ranks[i] = gmem_ranks[experts[i] * p.tokens];
-          if (gmem_offsets == nullptr) continue;
+          if (offsets == nullptr) continue;
           KeptTokens const of_expert = *kept_by(experts[i]);
-          rows[i] = gmem_offsets[experts[i]] + of_expert.before + __popc(of_expert.tokens & below);
+          rows[i] =
+              first_row + offsets[experts[i]] + of_expert.before + __popc(of_expert.tokens & below);
         }
         TESSERA_UNROLL
         for (int i = 0; i < kAhead; ++i) {
@@ -111,8 +122,113 @@ struct ChoicePart {
   }
 };
 
+// A CTA's slots and a warp's experts begin where these say behind finish(). Loads are on their way from the constructor
+// on; share() leaves what warps have to tell each other, and a barrier of the CTA comes between share() and finish().
+struct ChoiceSums {
+  int first_slot = 0, all_slots = 0;  // of this CTA's block, and of all blocks
+  int first_row = 0;                  // of this warp's experts, to which `offsets` add
+  int32_t const* offsets = nullptr;   // of rows, by expert; null: no tables
+};
+
+// The sums are there.
 template <class Config>
-__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
+struct ScannedSums : ChoiceSums {
+  static constexpr int kCtas = 8;  // on an SM
+  struct Shared {};
+  __device__ ScannedSums(ChoicePart<Config> const& part, int, Shared&) {
+    int32_t const* const gmem_slots = ChoiceWorkspace::of(part.p).gmem_block_slots;
+    first_slot = gmem_slots[blockIdx.x];
+    all_slots = gmem_slots[choice_blocks(part.p.tokens)];
+    offsets = part.p.tables.gmem_expert_offsets;
+  }
+  __device__ void share() {}
+  __device__ void finish() {}
+};
+
+// Every CTA adds them up, and the first one writes the experts' offsets.
+template <class Config>
+class AddedSums : public ChoiceSums {
+ public:
+  static constexpr int kCtas = 6;  // on an SM, so that 132 SMs have those of 24576 tokens at once
+  struct WarpSums {
+    int ahead, all;  // slots of the warp's blocks that are ahead of the CTA's, and of all of them
+    int rows;        // of the warp's experts
+  };
+  struct Shared {
+    int32_t offsets[Config::kMaxAddedExperts];  // of experts, from their warp's first one on
+    WarpSums sums[Config::kCtaWarps];
+  };
+
+  __device__ AddedSums(ChoicePart<Config> const& part, int warp, Shared& smem)
+      : part_(part), warp_(warp), smem_(smem) {
+    ChoiceWorkspace const workspace = ChoiceWorkspace::of(part.p);
+    auto const blocks = static_cast<int>(choice_blocks(part.p.tokens));
+    TESSERA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      slots_[i] = block(i) < blocks ? workspace.gmem_block_slots[block(i)] : 0;
+    }
+    if (part.p.tables.gmem_expert_offsets != nullptr) offsets = smem.offsets;
+    TESSERA_UNROLL
+    for (int i = 0; i < kExperts; ++i) {
+      bool const counts = offsets != nullptr && expert(i) < part.end;
+      takes_[i] = counts ? static_cast<int>(workspace.gmem_pairs[expert(i)].takes) : 0;
+    }
+  }
+  __device__ void share() {
+    WarpSums own{};
+    TESSERA_UNROLL
+    for (int i = 0; i < kBlocks; ++i) {
+      own.ahead += block(i) < static_cast<int>(blockIdx.x) ? slots_[i] : 0;
+      own.all += slots_[i];
+    }
+    own.ahead = __reduce_add_sync(arch::kAllLanes, own.ahead);
+    own.all = __reduce_add_sync(arch::kAllLanes, own.all);
+    TESSERA_UNROLL
+    for (int i = 0; i < kExperts; ++i) {
+      int const up_to = warp::inclusive_sum(takes_[i]);
+      if (expert(i) < part_.end) smem_.offsets[expert(i)] = own.rows + up_to - takes_[i];
+      own.rows += __shfl_sync(arch::kAllLanes, up_to, arch::kWarpThreads - 1);
+    }
+    if (arch::lane_idx() == 0) smem_.sums[warp_] = own;
+  }
+  __device__ void finish() {
+    int rows = 0;
+    TESSERA_UNROLL
+    for (int w = 0; w < Config::kCtaWarps; ++w) {
+      WarpSums const sums = smem_.sums[w];
+      first_slot += sums.ahead;
+      all_slots += sums.all;
+      first_row += w < warp_ ? sums.rows : 0;
+      rows += sums.rows;
+    }
+    if (blockIdx.x != 0 || offsets == nullptr) return;
+    int32_t* const gmem_offsets = part_.p.tables.gmem_expert_offsets;
+    TESSERA_UNROLL
+    for (int i = 0; i < kExperts; ++i) {
+      if (expert(i) < part_.end) gmem_offsets[expert(i)] = first_row + smem_.offsets[expert(i)];
+    }
+    if (threadIdx.x == 0) gmem_offsets[part_.p.experts] = rows;
+  }
+
+ private:
+  static constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
+  static constexpr int kBlocks = (Config::kMaxAddedBlocks + kThreads - 1) / kThreads;
+  static constexpr int kExperts = (Config::kMaxAddedExperts + kThreads - 1) / kThreads;
+
+  // Those that this thread reads.
+  __device__ static int block(int i) { return static_cast<int>(threadIdx.x) + i * kThreads; }
+  __device__ int expert(int i) const {
+    return part_.first + i * arch::kWarpThreads + arch::lane_idx();
+  }
+
+  ChoicePart<Config> const& part_;
+  int warp_;
+  Shared& smem_;
+  int slots_[kBlocks], takes_[kExperts];
+};
+
+template <class Config, template <class> class Sums>
+__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Config>::kCtas)
     choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
   static_assert(kThreads >= kMaxClearedWords);
@@ -121,15 +237,18 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
   TESSERA_STATIC_SHARED(smem_ids, int32_t[Config::kStagedSlots]);
   TESSERA_STATIC_SHARED(smem_scores, float[Config::kStagedSlots]);
   TESSERA_STATIC_SHARED(smem_rows, int32_t[Config::kStagedSlots]);
+  TESSERA_STATIC_SHARED(smem_sums, typename Sums<Config>::Shared);
   int const warp = arch::warp_idx(), lane = arch::lane_idx();
   arch::wait_for_previous_kernel();
   ChoiceTables const& tables = p.tables;
   bool const has_tables = tables.gmem_expert_offsets != nullptr;
-  int32_t const* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
-  int const block_slot = gmem_block_slots[blockIdx.x];
   ChoicePart<Config> const part(p, warp, smem_kept);
+  Sums<Config> sums(part, warp, smem_sums);
   smem_counts[warp][lane] = part.find();
+  sums.share();
   __syncthreads();
+  sums.finish();
+  int const block_slot = sums.first_slot;
   int of_token = 0, before = 0;
   TESSERA_UNROLL
   for (int w = 0; w < Config::kCtaWarps; ++w) {
@@ -150,7 +269,7 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
   float* const scores = staged ? smem_scores : p.gmem_scores + block_slot;
   int32_t* const rows = staged ? smem_rows : tables.gmem_inverse_permutation + block_slot;
   int slot = end - of_token + before;
-  part.for_each([&](int expert, uint32_t rank, int row) {
+  part.for_each(sums.offsets, sums.first_row, [&](int expert, uint32_t rank, int row) {
     ids[slot] = expert;
     scores[slot] = p.router.route_scale * core::score_of_rank(rank);
     if (has_tables) {
@@ -166,7 +285,7 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
     p.gmem_scores[block_slot + i] = smem_scores[i];
     if (has_tables) tables.gmem_inverse_permutation[block_slot + i] = smem_rows[i];
   }
-  int64_t const used = gmem_block_slots[choice_blocks(p.tokens)];
+  int64_t const used = sums.all_slots;
   int64_t const step = int64_t{gridDim.x} * kThreads;
   for (int64_t i = used + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.slots; i += step) {
     p.gmem_ids[i] = -1;
@@ -178,17 +297,23 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
   }
 }
 
-template <class Config>
-cudaError_t launch_choose_tokens_emit_config(ChooseTokensArguments const& args,
-                                             cudaStream_t stream) {
-  cudaError_t const error = host::allow_shared_memory<choose_tokens_emit<Config>>(
+template <class Config, template <class> class Sums>
+cudaError_t launch_emit(ChooseTokensArguments const& args, cudaStream_t stream) {
+  cudaError_t const error = host::allow_shared_memory<choose_tokens_emit<Config, Sums>>(
       ChoicePart<Config>::kept_bytes(kMaxChoosingExperts));
   if (error != cudaSuccess) return error;
   // Without tokens one CTA still writes the first offset.
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
   auto const kept_bytes = static_cast<size_t>(ChoicePart<Config>::kept_bytes(args.experts));
-  return host::launch_early(choose_tokens_emit<Config>, true, blocks,
+  return host::launch_early(choose_tokens_emit<Config, Sums>, true, blocks,
                             Config::kCtaWarps * arch::kWarpThreads, kept_bytes, stream, args);
+}
+
+template <class Config>
+cudaError_t launch_choose_tokens_emit_config(ChooseTokensArguments const& args,
+                                             cudaStream_t stream) {
+  return emit_needs_scan<Config>(args) ? launch_emit<Config, ScannedSums>(args, stream)
+                                       : launch_emit<Config, AddedSums>(args, stream);
 }
 
 }  // namespace tessera::cuda

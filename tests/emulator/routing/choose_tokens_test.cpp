@@ -16,9 +16,9 @@
 #include "cuda/kernels/rank_pairs.cuh"
 #include "cuda/kernels/route.cuh"
 #include "tests/cuda/choice_cases.hpp"
-#include "tests/cuda/tables_cases.hpp"
 #include "tests/emulator/block_ranks.hpp"
 #include "tests/emulator/emulator.hpp"
+#include "tests/emulator/routing/choice_tables.hpp"
 
 namespace tessera::routing_test {
 
@@ -32,9 +32,6 @@ namespace {
 
 using namespace cuda;  // NOLINT: launchers of one namespace
 
-// What no kernel writes is this.
-constexpr std::int32_t kUntouched = -7;
-
 struct Choice {
   std::vector<std::int32_t> members;
   std::vector<float> member_scores;
@@ -42,30 +39,15 @@ struct Choice {
   Tables tables;
 };
 
-// Gives `out` room for the tables of so many slots, and says where it is.
-ChoiceTables make_tables(std::int64_t experts, std::size_t slots, Tables& out) {
-  out.expert_offsets.assign(static_cast<std::size_t>(experts) + 1, kUntouched);
-  out.sort_permutation.assign(slots, kUntouched);
-  out.gather_index.assign(slots, kUntouched);
-  out.inverse_permutation.assign(slots, kUntouched);
-  out.words.assign(kWords, kNotCleared);
-  return {.gmem_expert_offsets = out.expert_offsets.data(),
-          .gmem_sort_permutation = out.sort_permutation.data(),
-          .gmem_gather_index = out.gather_index.data(),
-          .gmem_inverse_permutation = out.inverse_permutation.data(),
-          .cleared = {out.words.data(), kClearedWords},
-          .unused = {out.words.data() + kClearedWords + 1, kUnused}};
-}
-
-// The tables by their definition, from slots that end with -1.
-Tables tables_of(std::int64_t experts, std::vector<std::int32_t> const& ids,
-                 std::vector<std::int32_t> const& token_offsets) {
-  return host_tables({.name = "", .tokens = 0, .top_k = 0, .experts = static_cast<int>(experts)},
-                     {{ids.begin(), ids.end()}, token_offsets});
-}
-
+struct Wide : ChooseTokensConfig {
+  using Emit = EmitTokensConfig;
+};
+// Emit has its sums from scan where there are more blocks than one.
 struct FewThreads : ChooseTokensConfig {
   static constexpr int kMaxWideExperts = 0;
+  struct Emit : EmitTokensConfig {
+    static constexpr int kMaxAddedBlocks = 1;
+  };
 };
 // Ranks do not fit shared memory, and there are more words than keep has at a time.
 struct Narrow : FewThreads {
@@ -135,8 +117,11 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, bool
     return "mask_ranks";
   }
   // Without a stream they all start at once: each has to wait by itself.
+  using Emit = typename Config::Emit;
   if (launch_choose_tokens_keep_config<Config>(args, nullptr) != cudaSuccess ||
-      launch_choose_tokens_emit_config<EmitTokensConfig>(args, nullptr) != cudaSuccess) {
+      (emit_needs_scan<Emit>(args) &&
+       launch_choose_tokens_scan_config<Config>(args, nullptr) != cudaSuccess) ||
+      launch_choose_tokens_emit_config<Emit>(args, nullptr) != cudaSuccess) {
     return "choose_tokens";
   }
   return emulator::run(schedule);
@@ -149,7 +134,7 @@ bool same_bits(std::vector<float> const& a, std::vector<float> const& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
 }
 
-template <class Config = ChooseTokensConfig>
+template <class Config = Wide>
 void expect_same_as_cpu(ChoiceCase const& c, emulator::Schedule const& schedule,
                         bool with_tables = true) {
   SCOPED_TRACE(::testing::PrintToString(c));
@@ -291,58 +276,6 @@ TEST(ChooseTokensAsOnCpu, ExpertsThatChoose) {
       ++number;
     }
   }
-}
-
-// scan and emit alone, with as many experts as there may be: of every token the members stay, which it has among the
-// first, the last and the others, and where there is none.
-TEST(ChooseTokensAsOnCpu, EmitsTheMostExperts) {
-  constexpr std::int64_t kTokens = 41, kExperts = kMaxChoosingExperts, kSlots = 400;
-  auto const stays = [](std::int64_t t, std::int64_t e) {
-    return t % 5 != 3 && (e == 0 || e == kExperts - 1 || (e * 7 + t) % 5003 == 0);
-  };
-  std::vector<BlockRanks> memory = emulator::choice_memory(kTokens, kExperts, 0);
-  std::vector<std::int32_t> offsets(kTokens + 1, kUntouched), ids(kSlots, kUntouched);
-  std::vector<float> scores(kSlots, kUntouched);
-  Tables tables;
-  ChooseTokensArguments args{};
-  args.tokens = kTokens;
-  args.experts = kExperts;
-  args.slots = kSlots;
-  args.router.route_scale = 2;
-  args.gmem_token_offsets = offsets.data();
-  args.gmem_ids = ids.data();
-  args.gmem_scores = scores.data();
-  args.gmem_workspace = memory.data();
-  args.tables = make_tables(kExperts, kSlots, tables);
-  ChoiceWorkspace const workspace = ChoiceWorkspace::of(args);
-  std::vector<std::int32_t> expected_offsets{0}, expected_ids;
-  for (std::int64_t t = 0; t < kTokens; ++t) {
-    for (std::int64_t e = 0; e < kExperts; ++e) {
-      if (!stays(t, e)) continue;
-      std::int64_t const block = t / kChoiceBlockTokens;
-      workspace.gmem_ranks[e * kTokens + t] = core::pair_rank(true, 0.25f);
-      KeptTokens* const of_expert = workspace.gmem_kept + e * choice_blocks(kTokens);
-      of_expert[block].tokens |= 1u << t % kChoiceBlockTokens;
-      for (auto b = block + 1; b < choice_blocks(kTokens); ++b) ++of_expert[b].before;
-      ++workspace.gmem_pairs[e].takes;
-      ++workspace.gmem_block_slots[block];
-      expected_ids.push_back(static_cast<std::int32_t>(e));
-    }
-    expected_offsets.push_back(static_cast<std::int32_t>(expected_ids.size()));
-  }
-  ASSERT_GT(expected_ids.size(), 100u);
-  std::size_t const used = expected_ids.size();
-  expected_ids.resize(kSlots, -1);
-  CUstream_st stream;
-  ASSERT_EQ(host::launch_early(choose_tokens_scan<ChooseTokensConfig>, false, 2,
-                               ChooseTokensConfig::kScanThreads, 0, &stream, args),
-            cudaSuccess);
-  ASSERT_EQ(launch_choose_tokens_emit_config<EmitTokensConfig>(args, &stream), cudaSuccess);
-  ASSERT_EQ(emulator::run({.seed = 4, .burst = 8}), "");
-  EXPECT_EQ(offsets, expected_offsets);
-  EXPECT_EQ(ids, expected_ids);
-  for (std::size_t i = 0; i < kSlots; ++i) ASSERT_EQ(scores[i], i < used ? 0.5f : 0.0f) << i;
-  EXPECT_TRUE(agree(tables, tables_of(kExperts, expected_ids, expected_offsets)));
 }
 
 // Ranks that the threads of a CTA have several of, all of them in question: with equal logits no thread's nearest

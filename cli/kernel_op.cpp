@@ -16,7 +16,9 @@ std::string op_of_kernel(std::string const& kernel) {
   std::size_t const last = name.find_last_of(": ");
   if (last != std::string::npos) name.erase(0, last + 1);
   // The first kernels of choose_tokens: those behind them count on from what they leave, so that a replay begins there.
-  if (name == "rank_pairs" || name == "mask_ranks") return "choose_tokens";
+  if (name == "route_and_rank" || name == "rank_pairs" || name == "mask_ranks") {
+    return "choose_tokens";
+  }
   for (std::string const op :
        {"router_logits", "router_dlogits", "router_dgrad", "router_wgrad", "route", "choose_tokens",
         "metadata", "up_projection_fwd", "down_projection_fwd", "down_projection_dgrad",

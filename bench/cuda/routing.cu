@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // route, metadata and router_loss, compared with their plain twins, and choose_tokens, which makes the tables as well,
-// its rows with its rule; then timed. Each is replayed as a graph of kRepeats calls over rotating buffers larger than
+// its rows with its rule; then timed. Token rounding as the layer has it is timed with route: apart, and where it can as
+// route_and_rank, whose slots are compared with those of the two. Each is replayed as a graph of kRepeats calls over rotating buffers larger than
 // L2 and divided: launches included, gaps of an eager stream not.
 // bound_ms = the bytes of the op over the copy rate given.
 //
@@ -223,6 +224,33 @@ bool is_rounded(Problem const& p, Rounding round) {
   return true;
 }
 
+// The choice and its rounding, as the layer makes them: in two calls, or with the ranks made beside the choice.
+void launch_rounded(Problem const& p, int set, Rounding round, bool in_one, cudaStream_t stream) {
+  cuda::ChooseTokensArguments choice = p.choose_tokens(set, round);
+  choice.has_ranks = in_one;
+  TESSERA_CUDA(in_one ? cuda::launch_route_and_rank(p.route(set), choice, stream)
+                      : cuda::launch_route(p.route(set), stream));
+  TESSERA_CUDA(cuda::launch_choose_tokens(choice, stream));
+}
+
+bool same_in_one(Problem const& p, Rounding round) {
+  auto const slots = [&](bool in_one) {
+    p.tables[0]->poison();
+    p.weights[0]->poison();
+    p.choice_workspace.poison();
+    launch_rounded(p, 0, round, in_one, nullptr);
+    std::vector<int32_t> values = host_copy(p.chosen_ids, p.chosen_ids.count());
+    for (auto const* buffer : {&p.token_offsets, &p.chosen_tables}) {
+      for (int32_t const value : host_copy(*buffer, buffer->count())) values.push_back(value);
+    }
+    for (float const score : host_copy(p.chosen_scores, p.chosen_scores.count())) {
+      values.push_back(__builtin_bit_cast(int32_t, score));
+    }
+    return values;
+  };
+  return slots(true) == slots(false);
+}
+
 // ms of one call.
 template <class Launch>
 Quantiles time_graph(Launch&& launch) {
@@ -305,6 +333,17 @@ std::string bench_shape(Shape const& s, double copy_tbps) {
     bool const rounded = is_rounded(p, round);
     rows +=
         "," + row(s, "choose_tokens", choice_bytes, copy_tbps, time_graph(choose), rounded, name);
+    auto const time_both = [&](char const* pass, bool in_one, bool right) {
+      auto const both = [&](int set, cudaStream_t stream) {
+        launch_rounded(p, set, round, in_one, stream);
+      };
+      rows +=
+          "," + row(s, pass, route_bytes + choice_bytes, copy_tbps, time_graph(both), right, name);
+    };
+    time_both("route, choose", false, rounded);
+    if (cuda::route_ranks_pairs(p.route(0))) {
+      time_both("route_and_rank", true, same_in_one(p, round));
+    }
   }
   return rows;
 }

@@ -50,52 +50,54 @@ Result on_gpu(ChoiceCase const& c, std::vector<float> const& logits,
                                         : tessera::core::RouterGroups{};
   float const* const gmem_bias = c.bias ? d_bias.as<float>() : nullptr;
   bool const chooses = desc.experts_choose();
-  if (!chooses) {
-    tessera::cuda::RouteArguments const route{.gmem_logits = d_logits.as<float>(),
-                                              .gmem_selection_bias = gmem_bias,
-                                              .gmem_topk_ids = unrounded.as<int32_t>(),
-                                              .gmem_topk_weights = members.as<float>(),
-                                              .gmem_chosen_p = nullptr,
-                                              .tokens = c.tokens,
-                                              .experts = int32_t(c.experts),
-                                              .top_k = int32_t(c.top_k),
-                                              .kind = c.kind,
-                                              .route_scale = 1,
-                                              .normalize_scores = c.normalize,
-                                              .groups = int32_t(groups),
-                                              .top_groups = int32_t(top_groups)};
+  tessera::cuda::RouteArguments const route{.gmem_logits = d_logits.as<float>(),
+                                            .gmem_selection_bias = gmem_bias,
+                                            .gmem_topk_ids = unrounded.as<int32_t>(),
+                                            .gmem_topk_weights = members.as<float>(),
+                                            .gmem_chosen_p = nullptr,
+                                            .tokens = c.tokens,
+                                            .experts = int32_t(c.experts),
+                                            .top_k = int32_t(c.top_k),
+                                            .kind = c.kind,
+                                            .route_scale = 1,
+                                            .normalize_scores = c.normalize,
+                                            .groups = int32_t(groups),
+                                            .top_groups = int32_t(top_groups)};
+  tessera::cuda::ChooseTokensArguments const choice{
+      .gmem_logits = d_logits.as<float>(),
+      .gmem_selection_bias = gmem_bias,
+      .gmem_topk_ids = chooses ? nullptr : unrounded.as<int32_t>(),
+      .gmem_member_scores = members.as<float>(),
+      .tokens = c.tokens,
+      .experts = int32_t(c.experts),
+      .top_k = int32_t(c.top_k),
+      .router = desc.router,
+      .capacity = desc.router.capacity,
+      .groups = int32_t(groups),
+      .top_groups = int32_t(top_groups),
+      .slots = desc.num_slots(),
+      .gmem_token_offsets = offsets.as<int32_t>(),
+      .gmem_ids = ids.as<int32_t>(),
+      .gmem_scores = scores.as<float>(),
+      .gmem_topk_counts = counts.as<int32_t>(),
+      .gmem_workspace = workspace.as<void>(),
+      .gmem_token_mask = c.padded ? d_mask.as<uint8_t>() : nullptr,
+      .tables = {.gmem_expert_offsets = expert_offsets.as<int32_t>(),
+                 .gmem_sort_permutation = sorted.as<int32_t>(),
+                 .gmem_gather_index = gathered.as<int32_t>(),
+                 .gmem_inverse_permutation = inverse.as<int32_t>(),
+                 .cleared = {words.as<int32_t>(), kClearedWords},
+                 .unused = {words.as<int32_t>() + kClearedWords + 1, kUnused}},
+      .has_ranks = !chooses && tessera::cuda::route_ranks_pairs(route)};  // as the layer asks
+  if (choice.has_ranks) {
+    require(tessera::cuda::launch_route_and_rank(route, choice, nullptr), "route_and_rank");
+  } else if (!chooses) {
     bool const fast = c.experts <= 1024 && c.top_k <= 32;
     require(fast ? tessera::cuda::launch_route(route, nullptr)
                  : tessera::cuda::launch_route_plain(route, nullptr),
             "route");
   }
-  require(tessera::cuda::launch_choose_tokens(
-              {.gmem_logits = d_logits.as<float>(),
-               .gmem_selection_bias = gmem_bias,
-               .gmem_topk_ids = chooses ? nullptr : unrounded.as<int32_t>(),
-               .gmem_member_scores = members.as<float>(),
-               .tokens = c.tokens,
-               .experts = int32_t(c.experts),
-               .top_k = int32_t(c.top_k),
-               .router = desc.router,
-               .capacity = desc.router.capacity,
-               .groups = int32_t(groups),
-               .top_groups = int32_t(top_groups),
-               .slots = desc.num_slots(),
-               .gmem_token_offsets = offsets.as<int32_t>(),
-               .gmem_ids = ids.as<int32_t>(),
-               .gmem_scores = scores.as<float>(),
-               .gmem_topk_counts = counts.as<int32_t>(),
-               .gmem_workspace = workspace.as<void>(),
-               .gmem_token_mask = c.padded ? d_mask.as<uint8_t>() : nullptr,
-               .tables = {.gmem_expert_offsets = expert_offsets.as<int32_t>(),
-                          .gmem_sort_permutation = sorted.as<int32_t>(),
-                          .gmem_gather_index = gathered.as<int32_t>(),
-                          .gmem_inverse_permutation = inverse.as<int32_t>(),
-                          .cleared = {words.as<int32_t>(), kClearedWords},
-                          .unused = {words.as<int32_t>() + kClearedWords + 1, kUnused}}},
-              nullptr),
-          "choose_tokens");
+  require(tessera::cuda::launch_choose_tokens(choice, nullptr), "choose_tokens");
   require(cudaDeviceSynchronize(), "choose_tokens");
   return {{offsets.values<int32_t>(), ids.values<int32_t>(), counts.values<int32_t>(),
            scores.values<float>()},

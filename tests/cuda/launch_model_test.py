@@ -39,6 +39,7 @@ def chosen_tables(broken: str, scans: bool) -> list[Kernel]:
     if broken == "emit_reads_at_once":
         emit.remove("wait")
     return [
+        # rank_pairs behind route, or route_and_rank in the place of both: neither waits.
         Kernel("rank_pairs", ["let", "read scratch", "write scratch"]),
         Kernel("choose_tokens_keep", keep, early=True),
         *([Kernel("choose_tokens_scan", scan, early=True)] if scans else []),

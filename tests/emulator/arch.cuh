@@ -57,6 +57,7 @@ inline unsigned char* shared_at(uint32_t address) { return emulator::shared_memo
 // launch_bounds.cuh
 
 #define TESSERA_LAUNCH_BOUNDS(...)
+#define TESSERA_LAUNCH_BOUNDS_CTAS(...)
 
 // static_shared.cuh
 

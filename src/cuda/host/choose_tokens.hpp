@@ -10,6 +10,7 @@
 
 #include "cleared_words.hpp"
 #include "core/token_rounding.hpp"
+#include "route.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {
@@ -47,6 +48,8 @@ struct ChooseTokensArguments {
   /// (T) or null: tokens of 0 are padding, whose pairs have no rank.
   uint8_t const* gmem_token_mask = nullptr;
   ChoiceTables tables = {};
+  /// The workspace has the ranks of all pairs: launch_route_and_rank comes ahead.
+  bool has_ranks = false;
 };
 
 __host__ __device__ constexpr int64_t choice_blocks(int64_t tokens) {
@@ -101,5 +104,15 @@ constexpr size_t choose_tokens_workspace_bytes(int64_t tokens, int64_t experts) 
 /// Launches on `stream`; allocates nothing, waits for nothing. For equal logits the slots and the bits of the CPU's.
 /// cudaErrorInvalidValue: more than 32 groups, or than kMaxChoosingExperts experts (kernel_limits.hpp).
 cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t stream);
+
+/// Whether launch_route_and_rank serves a router: a softmax of the chosen, of at most 16 among at most 256 experts, and
+/// what else the fast kernel of route asks.
+bool route_ranks_pairs(RouteArguments const& route);
+
+/// The top-k choice and its scores with c = 1, which `choice` names as its members, and the ranks of all pairs in the
+/// workspace of `choice`: what launch_route and the first kernel of launch_choose_tokens leave, bit for bit.
+/// cudaErrorInvalidValue: what it does not serve.
+cudaError_t launch_route_and_rank(RouteArguments const& route, ChooseTokensArguments const& choice,
+                                  cudaStream_t stream);
 
 }  // namespace tessera::cuda

@@ -7,7 +7,8 @@
 namespace tessera::cuda {
 
 cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t stream) {
-  cudaError_t error = launch_rank_pairs_config<RankPairsConfig>(args, stream);
+  cudaError_t error =
+      args.has_ranks ? cudaSuccess : launch_rank_pairs_config<RankPairsConfig>(args, stream);
   if (error == cudaSuccess && args.gmem_token_mask != nullptr) {
     error = launch_mask_ranks_config<RankPairsConfig>(args, stream);
   }

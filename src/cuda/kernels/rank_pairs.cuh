@@ -20,14 +20,12 @@
 
 #include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
-#include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
 #include "../host/choose_tokens.hpp"
 #include "../host/launch.hpp"
 #include "../router/block_ranks.cuh"
-#include "../warp/fold.cuh"
+#include "../router/pair_ranks.cuh"
 #include "core/router_math.hpp"
-#include "core/token_rounding.hpp"
 
 namespace tessera::cuda {
 
@@ -40,159 +38,6 @@ struct RankPairsConfig {
   static constexpr int kMaxGroups = arch::kWarpThreads;
 };
 
-// A warp's token: its ranks go to `column`, E values `stride` apart.
-struct RankedToken {
-  ChooseTokensArguments const& p;
-  int32_t token;
-  uint32_t* column;
-  int64_t stride;
-
-  __device__ float const* gmem_logits() const { return p.gmem_logits + int64_t{token} * p.experts; }
-  __device__ int32_t member(int k) const { return p.gmem_topk_ids[int64_t{token} * p.top_k + k]; }
-  __device__ float member_score(int k) const {
-    return p.gmem_member_scores[int64_t{token} * p.top_k + k];
-  }
-  // visit(e) for the experts of this lane, of `count` from the first one on.
-  template <class Visit>
-  __device__ static void for_each(int count, Visit&& visit) {
-    for (int i = arch::lane_idx(); i < count; i += arch::kWarpThreads) visit(i);
-  }
-
-  // The groups that the token keeps, as bits: the largest sums of two largest keys, ties to the lower group.
-  __device__ uint32_t kept_groups() const {
-    if (p.router.kind != RouterKind::group_limited || p.gmem_topk_ids == nullptr) return ~0u;
-    int const size = p.experts / p.groups, own = arch::lane_idx();
-    uint32_t first = 0, second = 0;
-    for (int i = 0; own < p.groups && i < size; ++i) {
-      int const e = own * size + i;
-      float const bias = p.gmem_selection_bias != nullptr ? p.gmem_selection_bias[e] : 0.0f;
-      float const value = core::own_p(p.router.kind, gmem_logits()[e]);
-      uint32_t const key = core::ordered_key(value + bias);
-      second = max(second, min(first, key));
-      first = max(first, key);
-    }
-    float sum = core::key_value(first);
-    if (size > 1) sum += core::key_value(second);
-    uint32_t const key = own < p.groups ? core::ordered_key(sum) : 0;
-    int before = 0;
-    for (int g = 0; g < p.groups; ++g) {
-      uint32_t const other = __shfl_sync(arch::kAllLanes, key, g);
-      before += other > key || (other == key && g < own) ? 1 : 0;
-    }
-    return __ballot_sync(arch::kAllLanes, own < p.groups && before < p.top_groups);
-  }
-
-  // The logits as they are; returns the largest.
-  __device__ float read_logits() const {
-    constexpr int kAhead = 4;  // on their way at once
-    uint32_t key = 0;
-    for (int base = arch::lane_idx(); base < p.experts; base += kAhead * arch::kWarpThreads) {
-      float logits[kAhead];
-      TESSERA_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        int const e = base + i * arch::kWarpThreads;
-        logits[i] = e < p.experts ? gmem_logits()[e] : -INFINITY;
-      }
-      TESSERA_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        int const e = base + i * arch::kWarpThreads;
-        if (e < p.experts) column[e * stride] = __float_as_uint(logits[i]);
-        key = max(key, core::ordered_key(logits[i]));
-      }
-    }
-    return core::key_value(__reduce_max_sync(arch::kAllLanes, key));
-  }
-
-  // Returns the divisor of p of its own, which is that of the members.
-  __device__ float divisor() const {
-    if (!p.router.normalize_scores) return 1;
-    float partial = 0;
-    for_each(p.top_k,
-             [&](int k) { partial += core::own_p(p.router.kind, gmem_logits()[member(k)]); });
-    return warp::fold_sum<arch::kWarpThreads>(partial) + core::kNormalizeFloor;
-  }
-
-  // p of every expert.
-  __device__ void rank_others() const {
-    RouterKind const kind = p.router.kind;
-    bool const own_p = core::has_own_p(kind);
-    float const largest = read_logits();
-    float partial = 0;
-    for_each(p.experts, [&](int e) {
-      float const logit = __uint_as_float(column[e * stride]);
-      float const term = own_p ? core::own_p(kind, logit) : core::exp_fp32(logit - largest);
-      column[e * stride] = __float_as_uint(term);
-      partial += term;
-    });
-    float const sum = own_p ? divisor() : warp::fold_sum<arch::kWarpThreads>(partial);
-    for_each(p.experts, [&](int e) {
-      column[e * stride] = core::pair_rank(false, __uint_as_float(column[e * stride]) / sum);
-    });
-    uint32_t const kept = kept_groups();
-    if (kept == ~0u) return;
-    int const size = p.experts / p.groups;
-    for_each(p.experts, [&](int e) {
-      if ((kept >> e / size & 1) == 0) column[e * stride] = 0;
-    });
-  }
-
-  // The same of a softmax over 32 kValues experts, or fewer unless kWhole. False: nothing is written, as terms may be
-  // too small for this.
-  template <int kValues, bool kWhole>
-  __device__ bool rank_in_registers() const {
-    constexpr float kLeast = -60.0f;  // e^-60 is above 2^-90
-    int const lane = arch::lane_idx();
-    float const* const own_logits = gmem_logits() + lane;
-    auto const exists = [&](int i) { return kWhole || lane + i * arch::kWarpThreads < p.experts; };
-    float value[kValues], own = -INFINITY;
-    TESSERA_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      value[i] = exists(i) ? own_logits[i * arch::kWarpThreads] : -INFINITY;
-    }
-    TESSERA_UNROLL
-    for (int i = 0; i < kValues; ++i) own = fmaxf(own, value[i]);
-    float const largest =
-        core::key_value(__reduce_max_sync(arch::kAllLanes, core::ordered_key(own)));
-    bool fits = true;
-    float partial = 0;
-    TESSERA_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      float const above = exists(i) ? value[i] - largest : 0.0f;
-      fits &= above >= kLeast;  // not of NaN, and not where the largest is infinite
-      value[i] = core::exp_fp32_of_normal(above);
-      partial += exists(i) ? value[i] : 0.0f;
-    }
-    if (!__all_sync(arch::kAllLanes, fits)) return false;
-    core::DivisionBy const sum(warp::fold_sum<arch::kWarpThreads>(partial));
-    uint32_t* const own_column = column + lane * stride;
-    TESSERA_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      // The rank of a number that is neither NaN nor -0.
-      uint32_t const rank = __float_as_uint(sum.quotient(value[i])) + 1;
-      if (exists(i)) own_column[i * arch::kWarpThreads * stride] = rank;
-    }
-    return true;
-  }
-
-  template <int kValues, bool kWhole>
-  __device__ void rank() const {
-    // The first member of each lane is on its way while the others are ranked.
-    int const top_k = p.gmem_topk_ids != nullptr ? p.top_k : 0, lane = arch::lane_idx();
-    int32_t const first = lane < top_k ? member(lane) : 0;
-    float const score = lane < top_k ? member_score(lane) : 0;
-    if constexpr (kValues > 0) {
-      if (!rank_in_registers<kValues, kWhole>()) rank_others();
-    } else {
-      rank_others();
-    }
-    __syncwarp();
-    if (lane < top_k) column[first * stride] = core::pair_rank(true, score);
-    for (int k = lane + arch::kWarpThreads; k < top_k; k += arch::kWarpThreads) {
-      column[member(k) * stride] = core::pair_rank(true, member_score(k));
-    }
-  }
-};
-
 // kValues: of a token in a lane's registers, where its p is a softmax over all experts; 0 for other routers. kWhole:
 // every lane has so many.
 template <class Config, int kValues, bool kWhole>
@@ -200,15 +45,14 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config:
     rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
   arch::let_next_kernel_start();
   constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
-  constexpr int kPitch = kChoiceBlockTokens + 1;       // of shared memory
-  TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kPitch)
+  TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kRankPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
   int const first = static_cast<int>(blockIdx.x) * kChoiceBlockTokens, warp = arch::warp_idx();
   auto const tokens = min(static_cast<int>(p.tokens) - first, kChoiceBlockTokens);
   bool const staged = kValues > 0 || p.experts <= Config::kMaxStaged;
   for (int i = warp; i < tokens; i += Config::kCtaWarps) {
     if (staged) {
-      RankedToken{p, first + i, smem_ranks + i, kPitch}.template rank<kValues, kWhole>();
+      RankedToken{p, first + i, smem_ranks + i, kRankPitch}.template rank<kValues, kWhole>();
     } else {
       RankedToken{p, first + i, gmem_ranks + first + i, p.tokens}.template rank<0, false>();
     }
@@ -219,43 +63,27 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config:
   }
   __syncthreads();
   int const experts = kWhole ? kValues * arch::kWarpThreads : p.experts;
+  if (staged) return store_block_ranks<kThreads>(p, experts, tokens, smem_ranks);
   BlockRanks* const gmem_blocks = ChoiceWorkspace::of(p).gmem_block_ranks + blockIdx.x;
   for_each_half_block<kThreads>(experts, [&](int e, int begin, bool exists) {
     HalfBlockRanks ranks;
-    int const own = min(e, experts - 1);
-    uint32_t const* const smem_half = smem_ranks + own * kPitch + begin;
-    if (staged && tokens == kChoiceBlockTokens) {
-      TESSERA_UNROLL
-      for (int t = HalfBlockRanks::kTokens - 1; t >= 0; --t) ranks.add(smem_half[t]);
-    } else {
-      uint32_t const* const gmem_half = gmem_ranks + own * p.tokens + first + begin;
-      for (int t = HalfBlockRanks::kTokens - 1; t >= 0; --t) {
-        ranks.add(begin + t >= tokens ? 0 : staged ? smem_half[t] : gmem_half[t]);
-      }
+    uint32_t const* const gmem_half = gmem_ranks + min(e, experts - 1) * p.tokens + first + begin;
+    for (int t = HalfBlockRanks::kTokens - 1; t >= 0; --t) {
+      ranks.add(begin + t < tokens ? gmem_half[t] : 0);
     }
     ranks.store(gmem_blocks + e * int64_t{gridDim.x}, exists);
   });
-  if (!staged || arch::lane_idx() >= tokens) return;
-  uint32_t const* smem_own = smem_ranks + warp * kPitch + arch::lane_idx();
-  uint32_t* gmem_own = gmem_ranks + (warp * p.tokens + first + arch::lane_idx());
-  int64_t const step = Config::kCtaWarps * p.tokens;
-#pragma unroll 4
-  for (int e = warp; e < experts; e += Config::kCtaWarps) {
-    *gmem_own = *smem_own;
-    smem_own += Config::kCtaWarps * kPitch;
-    gmem_own += step;
-  }
 }
 
 template <auto kKernel, class Config>
 cudaError_t launch_ranking(ChooseTokensArguments const& args, cudaStream_t stream) {
-  constexpr int kMaxShared = Config::kMaxStaged * (kChoiceBlockTokens + 1) * 4;
+  constexpr int kMaxShared = Config::kMaxStaged * kRankPitch * 4;
   cudaError_t const error = host::allow_shared_memory<kKernel>(kMaxShared);
   if (error != cudaSuccess) return error;
   int64_t const blocks = choice_blocks(args.tokens);
   if (blocks == 0) return cudaSuccess;
   int const staged = args.experts <= Config::kMaxStaged ? args.experts : 0;
-  auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
+  auto const smem_bytes = static_cast<size_t>(staged) * kRankPitch * 4;
   return host::launch_early(kKernel, false, static_cast<unsigned>(blocks),
                             Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream, args);
 }

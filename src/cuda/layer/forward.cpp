@@ -81,14 +81,50 @@ void add_mask(MoeDesc const& desc, RouterTensors const& tensors, std::int32_t* g
   });
 }
 
-/// Makes the top-k choice of every token, before rounding with the scores of c = 1. Returns the slots of a unit, if it
-/// ranks the slots for metadata as well, or 0.
-std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
-                             RouterMemory const& memory, Sequence& sequence) noexcept {
+/// Says what experts choose their tokens from, or round them.
+ChooseTokensArguments token_choice(MoeDesc const& desc, RouterTensors const& tensors,
+                                   RouterMemory const& memory) noexcept {
+  MoeShape const& s = desc.shape;
+  auto const [groups, top_groups] = groups_of(desc);
+  return {.gmem_logits = memory.gmem_logits,
+          .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
+          .gmem_topk_ids = desc.rounds_tokens() ? memory.gmem_unrounded_ids : nullptr,
+          .gmem_member_scores = memory.gmem_member_scores,
+          .tokens = s.tokens,
+          .experts = int32(s.experts),
+          .top_k = int32(s.top_k),
+          .router = desc.router,
+          .capacity = desc.router.capacity,
+          .groups = int32(groups),
+          .top_groups = int32(top_groups),
+          .slots = desc.num_slots(),
+          .gmem_token_offsets = memory.gmem_token_offsets,
+          .gmem_ids = memory.gmem_topk_ids,
+          .gmem_scores = memory.gmem_topk_weights,
+          .gmem_topk_counts = desc.rounds_tokens() ? memory.gmem_topk_counts : nullptr,
+          .gmem_workspace = memory.gmem_choice_workspace,
+          .gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data),
+          .tables = memory.tables};
+}
+
+/// Makes the slots of every token, whose number varies, from the tokens that experts have chosen.
+void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
+                      ChooseTokensArguments const& args, Sequence& sequence) noexcept {
+  sequence.add("choose tokens",
+               [&](cudaStream_t stream) { return launch_choose_tokens(args, stream); });
+  // Backward reads these of the choice before rounding.
+  if (desc.rounds_tokens()) {
+    add_mask(desc, tensors, memory.gmem_unrounded_ids, memory.gmem_member_scores, nullptr,
+             sequence);
+  }
+}
+
+RouteArguments topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
+                           RouterMemory const& memory) noexcept {
   MoeShape const& s = desc.shape;
   bool const rounds = desc.rounds_tokens();
   auto const [groups, top_groups] = groups_of(desc);
-  RouteArguments args{
+  return {
       .gmem_logits = memory.gmem_logits,
       .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
       .gmem_topk_ids = rounds ? memory.gmem_unrounded_ids : memory.gmem_topk_ids,
@@ -103,71 +139,54 @@ std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
       .groups = int32(groups),
       .top_groups = int32(top_groups),
   };
+}
+
+/// Makes the top-k choice of every token. Returns the slots of a unit, if it ranks the slots for metadata as well, or 0.
+std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
+                             RouterMemory const& memory, Sequence& sequence) noexcept {
+  RouteArguments args = topk_choice(desc, tensors, memory);
   std::int32_t unit_slots = 0;
-  bool const ranks =
-      memory.gmem_metadata_workspace != nullptr && !rounds && !tensors.token_mask.present();
+  bool const ranks = memory.gmem_metadata_workspace != nullptr && !tensors.token_mask.present();
   if (ranks && !refuse(args).refused()) {
     unit_slots = route_unit_slots(args);
   }
   if (unit_slots > 0) {
-    MetadataWorkspace const ranked = MetadataWorkspace::of(memory.gmem_metadata_workspace,
-                                                           desc.num_slots(), s.experts, unit_slots);
+    MetadataWorkspace const ranked = MetadataWorkspace::of(
+        memory.gmem_metadata_workspace, desc.num_slots(), desc.shape.experts, unit_slots);
     args.gmem_unit_counts = ranked.gmem_counts;
     args.gmem_unit_ranks = ranked.gmem_ranks;
   }
   sequence.select("route", args);
-  if (!rounds) {
-    add_mask(desc, tensors, args.gmem_topk_ids, args.gmem_topk_weights, args.gmem_chosen_p,
-             sequence);
-  }
+  add_mask(desc, tensors, args.gmem_topk_ids, args.gmem_topk_weights, args.gmem_chosen_p, sequence);
   return unit_slots;
 }
 
-/// Makes the slots of every token, whose number varies, from the tokens that experts have chosen.
-void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
-                      Sequence& sequence) noexcept {
-  MoeShape const& s = desc.shape;
-  auto const [groups, top_groups] = groups_of(desc);
-  sequence.add("choose tokens", [&](cudaStream_t stream) {
-    return launch_choose_tokens(
-        {.gmem_logits = memory.gmem_logits,
-         .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
-         .gmem_topk_ids = desc.rounds_tokens() ? memory.gmem_unrounded_ids : nullptr,
-         .gmem_member_scores = memory.gmem_member_scores,
-         .tokens = s.tokens,
-         .experts = int32(s.experts),
-         .top_k = int32(s.top_k),
-         .router = desc.router,
-         .capacity = desc.router.capacity,
-         .groups = int32(groups),
-         .top_groups = int32(top_groups),
-         .slots = desc.num_slots(),
-         .gmem_token_offsets = memory.gmem_token_offsets,
-         .gmem_ids = memory.gmem_topk_ids,
-         .gmem_scores = memory.gmem_topk_weights,
-         .gmem_topk_counts = desc.rounds_tokens() ? memory.gmem_topk_counts : nullptr,
-         .gmem_workspace = memory.gmem_choice_workspace,
-         .gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data),
-         .tables = memory.tables},
-        stream);
-  });
-  // Backward reads these of the choice before rounding.
-  if (desc.rounds_tokens()) {
-    add_mask(desc, tensors, memory.gmem_unrounded_ids, memory.gmem_member_scores, nullptr,
-             sequence);
+/// Makes the top-k choice of every token, with the scores of c = 1, and the slots that rounding leaves of it.
+void add_rounded_choice(MoeDesc const& desc, RouterTensors const& tensors,
+                        RouterMemory const& memory, Sequence& sequence) noexcept {
+  RouteArguments const route = topk_choice(desc, tensors, memory);
+  ChooseTokensArguments choice = token_choice(desc, tensors, memory);
+  choice.has_ranks = !refuse(route).refused() && route_ranks_pairs(route);
+  if (choice.has_ranks) {
+    sequence.add("route",
+                 [&](cudaStream_t stream) { return launch_route_and_rank(route, choice, stream); });
+  } else {
+    sequence.select("route", route);
   }
+  add_token_choice(desc, tensors, memory, choice, sequence);
 }
 
 /// Makes ids and scores of every token from its logits, or the scores of given ids. Returns what add_topk_choice does.
 std::int32_t add_choice(MoeDesc const& desc, RouterTensors const& tensors,
                         RouterMemory const& memory, Sequence& sequence) noexcept {
   if (!desc.router.replay) {
-    std::int32_t unit_slots = 0;
-    if (!desc.experts_choose()) {
-      unit_slots = add_topk_choice(desc, tensors, memory, sequence);
+    if (!chooses_tokens(desc)) return add_topk_choice(desc, tensors, memory, sequence);
+    if (desc.experts_choose()) {
+      add_token_choice(desc, tensors, memory, token_choice(desc, tensors, memory), sequence);
+    } else {
+      add_rounded_choice(desc, tensors, memory, sequence);
     }
-    if (chooses_tokens(desc)) add_token_choice(desc, tensors, memory, sequence);
-    return unit_slots;
+    return 0;
   }
   sequence.add("score choice", [&](cudaStream_t stream) {
     return launch_score_choice_plain({.gmem_logits = memory.gmem_logits,

@@ -15,6 +15,7 @@
 #include "cuda/kernels/mask_ranks.cuh"
 #include "cuda/kernels/rank_pairs.cuh"
 #include "cuda/kernels/route.cuh"
+#include "cuda/kernels/route_and_rank.cuh"
 #include "tests/cuda/choice_cases.hpp"
 #include "tests/emulator/block_ranks.hpp"
 #include "tests/emulator/emulator.hpp"
@@ -76,22 +77,19 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, bool
   float const* const gmem_bias = c.bias ? bias.data() : nullptr;
   bool const chooses = desc.experts_choose();
   CUstream_st stream;
-  if (!chooses) {
-    RouteArguments const route{.gmem_logits = logits.data(),
-                               .gmem_selection_bias = gmem_bias,
-                               .gmem_topk_ids = out.members.data(),
-                               .gmem_topk_weights = out.member_scores.data(),
-                               .gmem_chosen_p = nullptr,
-                               .tokens = c.tokens,
-                               .experts = static_cast<std::int32_t>(c.experts),
-                               .top_k = static_cast<std::int32_t>(c.top_k),
-                               .kind = c.kind,
-                               .route_scale = 1,
-                               .normalize_scores = c.normalize,
-                               .groups = static_cast<std::int32_t>(groups),
-                               .top_groups = static_cast<std::int32_t>(top_groups)};
-    if (launch_route_config<RouteConfig>(route, &stream) != cudaSuccess) return "route";
-  }
+  RouteArguments const route{.gmem_logits = logits.data(),
+                             .gmem_selection_bias = gmem_bias,
+                             .gmem_topk_ids = out.members.data(),
+                             .gmem_topk_weights = out.member_scores.data(),
+                             .gmem_chosen_p = nullptr,
+                             .tokens = c.tokens,
+                             .experts = static_cast<std::int32_t>(c.experts),
+                             .top_k = static_cast<std::int32_t>(c.top_k),
+                             .kind = c.kind,
+                             .route_scale = 1,
+                             .normalize_scores = c.normalize,
+                             .groups = static_cast<std::int32_t>(groups),
+                             .top_groups = static_cast<std::int32_t>(top_groups)};
   std::vector<BlockRanks> workspace = emulator::choice_memory(c.tokens, c.experts, 0xff);
   ChooseTokensArguments const args{.gmem_logits = logits.data(),
                                    .gmem_selection_bias = gmem_bias,
@@ -112,7 +110,17 @@ std::string choose(ChoiceCase const& c, emulator::Schedule const& schedule, bool
                                    .gmem_workspace = workspace.data(),
                                    .gmem_token_mask = c.padded ? mask.data() : nullptr,
                                    .tables = with_tables ? tables : ChoiceTables{}};
-  if (launch_rank_pairs_config<RankPairsConfig>(args, &stream) != cudaSuccess) return "rank_pairs";
+  // As the layer does: in one where it can.
+  if (!chooses && serves_route_and_rank<RouteAndRankConfig>(route)) {
+    if (launch_route_and_rank_config<RouteAndRankConfig>(route, args, &stream) != cudaSuccess) {
+      return "route_and_rank";
+    }
+  } else {
+    if (!chooses && launch_route_config<RouteConfig>(route, &stream) != cudaSuccess) return "route";
+    if (launch_rank_pairs_config<RankPairsConfig>(args, &stream) != cudaSuccess) {
+      return "rank_pairs";
+    }
+  }
   if (c.padded && launch_mask_ranks_config<RankPairsConfig>(args, &stream) != cudaSuccess) {
     return "mask_ranks";
   }

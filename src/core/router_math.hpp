@@ -37,9 +37,11 @@ TESSERA_INLINE bool saves_chosen_p(MoeDesc const& desc) noexcept {
 
 /// Larger integers for larger keys; NaN above all numbers, -0 equal to +0; 0 is below every key.
 TESSERA_INLINE std::uint32_t ordered_key(float key) noexcept {
-  if (key != key) return 0xffffffffu;
   auto const bits = __builtin_bit_cast(std::uint32_t, key + 0.0f);
-  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+  // All bits of a negative number turn, the sign alone of others: without a branch, as kernels have many keys.
+  auto const sign = static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31);
+  std::uint32_t const ordered = bits ^ (sign | 0x80000000u);
+  return key != key ? 0xffffffffu : ordered;
 }
 
 /// The key again (some NaN for NaN).

@@ -4,11 +4,13 @@
 The corpus is pinned by a listing with the SHA-256 of every file; the cache is named by the listing and the vocabulary.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
+import shutil
+import tempfile
 
 import numpy
 import torch
@@ -95,8 +97,29 @@ def _encode(tokenizer, files, dtype) -> numpy.ndarray:
     return numpy.concatenate(parts)
 
 
+def _fill(folder: pathlib.Path, files: list, listed: str, vocabulary: int) -> None:
+    """Makes the folder, whole or not at all, also where several programs do so at once: the first that ends names it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as name:
+        own = pathlib.Path(name) / "text"
+        own.mkdir()
+        dtype = numpy.uint16 if vocabulary <= 65536 else numpy.uint32
+        held_out = files[HELD_OUT - 1::HELD_OUT] or files[-1:]
+        training = [file for file in files if file not in held_out] or files
+        tokenizer = _train_tokenizer(training, vocabulary)
+        tokenizer.save(str(own / "tokenizer.json"))
+        (own / "listing.sha256").write_text(listed, encoding="utf-8")
+        for part, of_part in (("training", training), ("held_out", held_out)):
+            numpy.save(own / f"{part}.npy", _encode(tokenizer, of_part, dtype))
+        (own / "used.json").write_text(json.dumps(tokenizer.get_vocab_size()), encoding="utf-8")
+        if not (folder / "used.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what an older version left when it was interrupted
+        with contextlib.suppress(OSError):  # another program was first
+            own.rename(folder)
+
+
 def prepare(paths: list, vocabulary: int, context: int, cache: pathlib.Path, limit: int = 40_000_000) -> Corpus:
-    """Reads the cache or fills it; by one process, before others read it. ValueError for text that is missing, or too
+    """Reads the cache or fills it; several programs may do so at once. ValueError for text that is missing, or too
     short for a context. Training reads the first `limit` bytes of the sorted files."""
     if vocabulary < 257:
         raise ValueError(f"vocabulary={vocabulary}: bytes and the end of a file take 257 ids; raise it")
@@ -105,18 +128,7 @@ def prepare(paths: list, vocabulary: int, context: int, cache: pathlib.Path, lim
     digest = hashlib.sha256(text.encode()).hexdigest()
     folder = pathlib.Path(cache) / f"text-{digest[:16]}-{vocabulary}"
     if not (folder / "used.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype = numpy.uint16 if vocabulary <= 65536 else numpy.uint32
-        held_out = files[HELD_OUT - 1::HELD_OUT] or files[-1:]
-        training = [file for file in files if file not in held_out] or files
-        tokenizer = _train_tokenizer(training, vocabulary)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "listing.sha256").write_text(text, encoding="utf-8")
-        for name, part in (("training", training), ("held_out", held_out)):
-            with open(folder / f"{name}.partial", "wb") as file:
-                numpy.save(file, _encode(tokenizer, part, dtype))
-            os.replace(folder / f"{name}.partial", folder / f"{name}.npy")
-        (folder / "used.json").write_text(json.dumps(tokenizer.get_vocab_size()), encoding="utf-8")  # last: it is whole
+        _fill(folder, files, text, vocabulary)
     training, held_out = (numpy.load(folder / f"{name}.npy", mmap_mode="r") for name in ("training", "held_out"))
     for name, ids in (("training", training), ("held-out", held_out)):
         if len(ids) < 2 * context:

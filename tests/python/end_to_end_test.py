@@ -192,6 +192,26 @@ class Text(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "no such file"):
             text.listing([folder / "gone"], 10)
 
+    def test_programs_prepare_a_corpus_at_once(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder, encode, corpora = pathlib.Path(folder), text._encode, []
+            for i in range(25):
+                (folder / f"{i:02}.txt").write_text(f"file {i} tells of number {i * i}. " * 20)
+
+            def encode_beside_another(*arguments):
+                if not corpora:  # the other one begins and ends while this one encodes
+                    corpora.append(None)
+                    corpora[0] = text.prepare([folder], 300, 16, folder / "cache")
+                return encode(*arguments)
+
+            with mock.patch.object(text, "_encode", encode_beside_another):
+                corpora.append(text.prepare([folder], 300, 16, folder / "cache"))
+            first, second = corpora
+            self.assertEqual(first.training.tolist(), second.training.tolist())
+            self.assertEqual(first.held_out.tolist(), second.held_out.tolist())
+            self.assertEqual([path.name for path in (folder / "cache").iterdir()],
+                             [f"text-{first.digest[:16]}-300"])
+
 
 class Measured(unittest.TestCase):
     def test_ratio_is_of_time_per_token_in_each_round(self):

@@ -7,9 +7,9 @@
 // Work     reads TE of ends and the ranks of few blocks, out of L2 where they fit, writes a bit of each pair; then that
 //          of choose_tokens_emit.cuh
 // Schedule kernels in the stream's order, choose_tokens_..
-//   keep   a CTA per expert: counts members and others; the rule gives m_e; the last pair that stays is found bit by
-//          bit, from the end of its class that is nearer, among the few that the nearest ranks of blocks leave in
-//          question, or among all, in shared memory where they fit. It is the expert's cut, and what it drops and adds
+//   keep   a CTA per expert: counts members and others; the rule gives m_e; the last pair that stays is found from the
+//          end of its class that is nearer, among the few that the nearest ranks of blocks leave in question, each
+//          compared with all, or bit by bit among all ranks, in shared memory where they fit. It is the expert's cut, and what it drops and adds
 //          moves the blocks' counts. Leaves which tokens of each 32 stay, and how many do ahead of them. balance_f,
 //          whose rule runs over the experts: counts and cuts in two launches, .._round between them
 //   scan   one CTA adds up the slots of earlier blocks, with tables another one the rows of earlier experts; only where
@@ -157,9 +157,8 @@ class ExpertColumn {
     int const size = smem_sizes[1];
     uint64_t least;
     if (size <= Config::kThreads) {
+      least = nth_largest(smem_keys, size, n);
       uint64_t const key = int(threadIdx.x) < size ? smem_keys[threadIdx.x] : 0;
-      least = search<uint64_t>(end, n, n,
-                               [&](uint64_t other) { return __syncthreads_count(key >= other); });
       if (key >= least) visit(end.key(key));
     } else {
       stage();
@@ -279,6 +278,24 @@ class ExpertColumn {
   __device__ void for_each(Visit&& visit) const {
 #pragma unroll 4
     for (int t = int(threadIdx.x); t < tokens_; t += Config::kThreads) visit(t, ranks_[t]);
+  }
+
+  // The one of these keys that n - 1 are above, 0 < n <= count <= kThreads; no two are equal. Each is compared with all,
+  // by as many neighbouring threads as there are for it: one barrier, where a search bit by bit has dozens.
+  __device__ static uint64_t nth_largest(uint64_t const* smem_keys, int count, int n) {
+    TESSERA_STATIC_SHARED(smem_found, uint64_t);
+    int lanes = 1;
+    while (2 * lanes * count <= Config::kThreads && lanes < arch::kWarpThreads) lanes *= 2;
+    int const thread = static_cast<int>(threadIdx.x), own = thread / lanes;
+    uint64_t const key = own < count ? smem_keys[own] : 0;
+    int above = 0;
+    for (int i = thread % lanes; i < count; i += lanes) above += smem_keys[i] > key ? 1 : 0;
+    for (int half = lanes / 2; half > 0; half /= 2) {
+      above += __shfl_xor_sync(arch::kAllLanes, above, half);
+    }
+    if (own < count && thread % lanes == 0 && above == n - 1) smem_found = key;
+    __syncthreads();
+    return smem_found;
   }
 
   // A value that n to `most` of the class's keys reach, or a few more where keys are equal: bits are set from the top,

@@ -42,7 +42,7 @@ struct AggregateVariant {
 // The library's ring with so many slots in an item.
 template <int kSlots>
 struct RingVariant : cuda::AggregateRing {
-  static constexpr int kItemSlots = kSlots;
+  static constexpr int item_slots(int) { return kSlots; }
 };
 
 // The kernel of a fixed number of slots, whatever their number.

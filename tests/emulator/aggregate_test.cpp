@@ -40,7 +40,8 @@ using emulator::Memory;
 
 template <int kSlots>
 struct FewTokens : AggregateRing {
-  static constexpr int kItemSlots = kSlots, kManyItems = 1;
+  static constexpr int kManyItems = 1;
+  static constexpr int item_slots(int) { return kSlots; }
 };
 
 float widen(float value) { return value; }

@@ -7,7 +7,7 @@
 // Schedule a warp per (token, `slices` slices of 32 lanes * 16 bytes), those of a token side by side
 //   lanes      load 32 slots' rows and scores, one each, and hand them round by shuffle
 //   per group  issue slots_in_flight row loads of 16 bytes per lane, then add them in slot order
-//   ring       with token_offsets and the usual K: a warp per (some tokens side by side, a slice), whose slots follow
+//   ring       with token_offsets and K > 2: a warp per (some tokens side by side, a slice), whose slots follow
 //              each other: each row that is added makes room for the load of the one slots_in_flight after it, of
 //              whichever token; 32 slots' rows and scores are on their way while those before them are used
 //   beside     warps draw tokens, or items of the ring, of which the next one's offsets, slots and first rows are
@@ -169,7 +169,7 @@ constexpr int64_t kAggregateMostTokens = arch::kWarpThreads - 3;
 // So many tokens side by side are an item of a warp, for each of their parts: so few that there are enough items.
 template <class Config, class Element>
 int aggregate_item_tokens(AggregateArguments const& p) {
-  int64_t const most = Config::kItemSlots / (p.top_k > 0 ? p.top_k : 1);
+  int64_t const most = Config::item_slots(p.top_k) / (p.top_k > 0 ? p.top_k : 1);
   int64_t const few = p.tokens * aggregate_parts<Config, Element>(p.hidden) / Config::kManyItems;
   int64_t const tokens = most < few ? most : few;
   return static_cast<int>(std::clamp<int64_t>(tokens, 1, kAggregateMostTokens));

@@ -37,7 +37,7 @@ struct EmitTokensConfig {
   static constexpr int kStagedSlots = 1024;  // of a block, that pass through shared memory
   // Every CTA adds up so many blocks' slots and experts' rows itself, which spares the launch of scan.
   static constexpr int kMaxAddedBlocks = 1280;
-  static constexpr int kMaxAddedExperts = 512;
+  static constexpr int kMaxAddedExperts = 256;
 };
 
 /// Says that emit has the sums of choose_tokens_scan.

@@ -42,21 +42,22 @@ struct AggregateEightSlots {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 8, .ctas_per_sm = 4};
 };
 
-// Numbers of slots vary about the usual top-k: 8 rows in a ring, which is full all the time, so that 28 warps of 72
+// Numbers of slots vary: 8 rows in a ring, which is full all the time, so that 28 warps of 72
 // registers have as many bytes in flight as 32 that wait for indices in between.
 struct AggregateRing {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 4, .ctas_per_sm = 7};
-  // An item has about so many slots. A warp begins each with two loads one behind the other ahead of its rows; but the
-  // more slots it has, the less evenly the warps end.
-  static constexpr int kItemSlots = 32;
+  // An item has about so many slots, of two tokens at least. A warp begins each with two loads one behind the other ahead
+  // of its rows; but the more slots it has, the less evenly the warps end.
+  // Measured: bench/results/archive/h200/2026-11-30-aggregate-varying.json
+  static constexpr int item_slots(int top_k) { return top_k <= 8 ? 16 : 32; }
   // Items have fewer tokens rather than being fewer than this, twice the warps of 132 SMs.
   static constexpr int kManyItems = 8192;
 };
 
-/// Says that tokens whose numbers of slots vary about this one are added up in a ring. Those of fewer slots have the
-/// kernels of a fixed number, of which each warp has few rows and an SM has many warps.
+/// Says that tokens whose numbers of slots vary about this one are added up in a ring. With one or two slots it gains
+/// a hundredth, so that these have the kernel of a fixed number.
 constexpr bool has_aggregate_ring(int top_k) {
-  return top_k > AggregateFourSlots::config.slots_in_flight;
+  return top_k > AggregateTwoSlots::config.slots_in_flight;
 }
 
 /// Returns what `launch` returns for the configuration of this many slots per token.

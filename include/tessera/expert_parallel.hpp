@@ -25,6 +25,7 @@
 
 #include "tessera/context.hpp"
 #include "tessera/export.hpp"
+#include "tessera/moe.hpp"
 #include "tessera/shape.hpp"
 #include "tessera/status.hpp"
 #include "tessera/tensor.hpp"
@@ -165,6 +166,22 @@ struct ExpertCombineArgs {
   void* begun = nullptr;
 };
 
+/// The calls of a backward pass with the tables of an earlier pass, in their order.
+struct ExpertBackwardArgs {
+  /// It brings rows of d_o as x and of x as second_x. Null: calls of dispatch() have brought them.
+  ExpertDispatchArgs const* dispatch = nullptr;
+  Context const* context = nullptr;  ///< of moe_backward_input() and moe_backward_weights()
+  MoeDesc const* input_desc = nullptr;
+  MoeBackwardArgs const* input = nullptr;
+  MoeDesc const* weights_desc =
+      nullptr;  ///< null, with `weights`: nobody wants gradients of weights
+  MoeBackwardArgs const* weights = nullptr;    ///< may have the workspace of `input`
+  ExpertCombineArgs const* combine = nullptr;  ///< of dx and the gradients of scores
+  /// A stream beside that of the call, on which rows of dx go back while gradients of weights are made; combine->sms
+  /// says with how many SMs, and its `begun` is backward()'s own. Null: they go back before.
+  Stream side = {};
+};
+
 /// An identity for a group of ranks that make windows together.
 struct PeerGroupId {
   char bytes[128] = {};
@@ -255,6 +272,9 @@ class TESSERA_EXPORT ExpertParallel {
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago = 0) noexcept;
   Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
   Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;
+  /// All calls of a backward pass: dispatch(), moe_backward_input(), combine() and moe_backward_weights(). What comes
+  /// behind it on its stream comes behind all of them. Errors are those of these calls; with one the pass is void.
+  Status backward(ExpertBackwardArgs const& args, Stream stream = {}) noexcept;
 
   /// Ok if the passes that have ended are good. Else device_error: a rank did not come within the time limit, and the
   /// text says who waited where for what. o is void then, on all ranks, and the group must be made anew. Does not wait:

@@ -241,6 +241,19 @@ typedef struct tessera_context tessera_context;
 typedef struct tessera_peer_window tessera_peer_window;
 typedef struct tessera_expert_parallel tessera_expert_parallel;
 
+/* The calls of a backward pass, which tessera_expert_parallel_backward makes one after the other. */
+typedef struct {
+  uint64_t size;
+  tessera_expert_dispatch_args const* dispatch; /* or NULL: its rows have come */
+  tessera_context const* context;
+  tessera_moe_desc const* input_desc;
+  tessera_backward_args const* input;
+  tessera_moe_desc const* weights_desc; /* and weights; or NULL: no gradients of weights */
+  tessera_backward_args const* weights;
+  tessera_expert_combine_args const* combine; /* without begun where there is a side stream */
+  void* side_stream;                          /* cudaStream_t of combine, or NULL */
+} tessera_expert_backward_args;
+
 /* ABI the library was built with, and its version as text. */
 int tessera_abi_version(void);
 char const* tessera_version(void);
@@ -338,6 +351,9 @@ int tessera_expert_parallel_dispatch(tessera_expert_parallel*, tessera_expert_di
                                      void* stream);
 int tessera_expert_parallel_combine(tessera_expert_parallel*, tessera_expert_combine_args const*,
                                     void* stream);
+/* dispatch, moe_backward_input, combine and moe_backward_weights: ExpertParallel::backward() in expert_parallel.hpp. */
+int tessera_expert_parallel_backward(tessera_expert_parallel*, tessera_expert_backward_args const*,
+                                     void* stream);
 int tessera_expert_parallel_check(tessera_expert_parallel const*); /* does not wait */
 
 #ifdef __cplusplus

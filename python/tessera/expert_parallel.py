@@ -145,7 +145,13 @@ class ExpertParallel:
         if self._hosts is not None:
             return self._hosts(x, topk_ids, topk_weights, w_up, w_down, out, b_up, b_down)
         session, layer = self._session, w_up.data_ptr()  # before it is cast
-        if torch._C._is_any_autocast_enabled():
+        autocast, ready = torch._C._is_any_autocast_enabled(), session.ready
+        if (ready is not None and out is None and b_up is None and b_down is None and not autocast
+                and torch.is_grad_enabled() and ready.check(x, topk_ids, topk_weights, w_up, w_down)
+                and (layer | w_down.data_ptr()) % 16 == 0 and torch._C._cuda_getDevice() == session.device.index):
+            return expert_parallel_training.run_fused(session, layer, ready.alike, x, topk_ids, topk_weights, w_up,
+                                                      w_down)
+        if autocast:
             x, w_up, w_down, b_up, b_down = functional.autocast((x, w_up, w_down, b_up, b_down))
         if b_up is not None or b_down is not None:
             return self._general(layer, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out)
@@ -180,16 +186,17 @@ class ExpertParallel:
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
         given = tensors if b_up is not None and b_down is not None else tensors[:5]
         kind = "general", len(given), torch.is_grad_enabled()
-        like_before, ready = session.training and session.passes.get(kind) or (None, False)
+        like_before = session.passes.get(kind) if session.training else None
         if out is not None or len(given) == 5 and b_up is not b_down or like_before is None or not like_before(*given):
             self._check_general(tensors, out)
-            ready = session.training and training.is_ready(*given)
-            session.passes[kind] = guard(given), ready
+            session.passes[kind] = guard(given)
         if torch._C._cuda_getDevice() != session.device.index:
             with torch.cuda.device(session.device):
                 return self._general_here(layer, *tensors)
-        if ready and session.fuses(w_up, w_down, None, None):
-            return training.run_fused(session, layer, x, topk_ids, topk_weights, w_up, w_down)
+        ready = training.ready(session, *given) if session.training and len(given) == 5 else None
+        if ready is not None:
+            session.ready = ready  # the next pass on such tensors is made without another look
+            return training.run_fused(session, layer, ready.alike, *given)
         return self._general_here(layer, *tensors)
 
     def _general_here(self, layer: int, x, topk_ids, *others) -> torch.Tensor:

@@ -35,6 +35,15 @@ DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores 
 CombineArgs = _args("rows expert_offsets row_origins topk_weights row_dscores dscores o", ("sms", c_int32),
                     ("reserved", c_int32), ("begun", c_void_p))
 
+
+class BackwardArgs(Structure):
+    """tessera_expert_backward_args of tessera.h: addresses of the structs of its calls."""
+
+    _fields_ = [("size", c_uint64),
+                *[(name, c_void_p) for name in ("dispatch", "context", "input_desc", "input", "weights_desc", "weights",
+                                                "combine", "side_stream")]]
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library with the types of the functions that a session calls."""
@@ -53,7 +62,7 @@ def load() -> ctypes.CDLL:
     lib.tessera_expert_parallel_destroy.restype = None
     for name in ("input", "second_input"):
         getattr(lib, f"tessera_expert_parallel_{name}").argtypes = [handle, POINTER(c_void_p)]
-    for name in ("forward", "route", "dispatch", "combine"):  # structs go by address
+    for name in ("forward", "route", "dispatch", "combine", "backward"):  # structs go by address
         getattr(lib, f"tessera_expert_parallel_{name}").argtypes = [c_void_p] * 3
     lib.tessera_expert_parallel_routed_rows.argtypes = [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int32)]
     lib.tessera_expert_parallel_check.argtypes = [handle]

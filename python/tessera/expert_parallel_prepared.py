@@ -14,7 +14,7 @@ import torch
 
 from tessera import expert_parallel_session as sessions
 from tessera import library
-from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs
+from tessera.expert_parallel_library import BackwardArgs, CombineArgs, DispatchArgs, ForwardArgs
 from tessera.expert_parallel_side_stream import SIDE_SMS, TOKEN_SMS
 from tessera.ops import layer
 from tessera.ops.prepared_calls import Written, contiguous_strides, describe, field_word, maker
@@ -90,10 +90,8 @@ class PreparedForward:
                      "topk_weights": ((tokens, top_k), None, torch.float32), "o": (tuple(x.shape), None, x.dtype)}
         described |= {name: (tuple(weight.shape), None, weight.dtype)
                       for name, weight in zip(WEIGHTS, weights, strict=True) if weight is not None}
-        outputs = ["o"]
         if training.save == "h":
             described["h"] = (rows, weights[0].shape[1]), None, x.dtype
-            outputs.append("h")
         memory = (rows + Tables.spare(experts), 5), None, torch.int32
         tables = {"expert_offsets": ((experts + 1,), None, torch.int32), "row_origins": ((rows, 4), None, torch.int32),
                   "row_scores": ((rows,), None, torch.float32)}
@@ -101,22 +99,21 @@ class PreparedForward:
             # Strides of an empty tensor mean nothing.
             plain = strides is None or 0 in shape
             describe(name, getattr(args, name), shape, contiguous_strides(shape) if plain else strides, dtype, device)
-        inputs = [name for name in described if name not in outputs]  # in the order of `run`
-        written = Written(f"fill({', '.join(inputs)})", words=memoryview(args).cast("B").cast("Q"))
+        written = Written(f"fill(x, topk_ids, topk_weights, {', '.join(WEIGHTS)})",
+                          words=memoryview(args).cast("B").cast("Q"))
         h = described.get("h", ((0,), None, x.dtype))
         for name, (shape, _, dtype) in {"tables": memory, "o": described["o"], "h": h}.items():
             written.make(name, maker(shape, contiguous_strides(shape), dtype, device))
         written.line("begin = tables.data_ptr()")
         for name, place in zip(tables, Tables.places(rows), strict=True):
             written.line(f"words[{field_word(ForwardArgs, name)}] = begin + {place}")
-        for name in (*inputs, *outputs):
+        for name in described:
             written.line(f"words[{field_word(ForwardArgs, name)}] = {name}.data_ptr()")
         written.line("return tables, o, h")
         self.fill = written.function()
 
     def run(self, session, inputs: tuple) -> tuple:
-        """(memory of the tables, o, h), h empty if it is not saved. inputs: x, topk_ids, topk_weights, weights and
-        biases that there are."""
+        """(memory of the tables, o, h), h empty if it is not saved. inputs: x, topk_ids, topk_weights and WEIGHTS."""
         results = self.fill(*inputs)
         code = sessions.load().tessera_expert_parallel_forward(session.handle, self.address, session.stream())
         if code:
@@ -146,11 +143,11 @@ def _bytes(shape: tuple, dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _written_fill(fields: list, scratch: _Places, tables: dict, weights: list, made: dict, gradients: list):
-    """fill(memory of the tables, d_o, x, topk_ids, h, weights): writes all addresses and returns (memory that the pass
+def _written_fill(fields: list, scratch: _Places, tables: dict, made: dict, gradients: list):
+    """fill(memory of the tables, d_o, x, topk_ids, h, WEIGHTS): writes all addresses and returns (memory that the pass
     needs, gradients). fields: as PreparedBackward._fields gives them; tables: where they begin in their memory; made:
     results and scratch memory, of `maker`; gradients: names of results, or None."""
-    written = Written(f"fill(memory, d_o, x, topk_ids, h, {', '.join(weights)})")
+    written = Written(f"fill(memory, d_o, x, topk_ids, h, {', '.join(WEIGHTS)})")
     for name, how in made.items():
         written.make(name, how)
     words, in_scratch, elsewhere = {}, [], {}
@@ -231,8 +228,10 @@ class PreparedBackward:
         made["scratch"] = maker((scratch.bytes,), (1,), torch.uint8, device)
         present = [name for name in WEIGHTS if named[name] is not None]
         self.fill = _written_fill(self._fields(of_weights, with_dscores, h.dim() == 2, over_h, present), scratch,
-                                  dict(zip(tables._asdict(), Tables.places(rows), strict=True)), present, made,
+                                  dict(zip(tables._asdict(), Tables.places(rows), strict=True)), made,
                                   [wanted[0], None, *wanted[1:]])
+        self.args = self._all(session)
+        self.address = addressof(self.args)
 
     @staticmethod
     def _room(rows: int, places: int, x, width: int, intermediate: int, with_dscores: bool, over_h: bool) -> _Places:
@@ -289,50 +288,48 @@ class PreparedBackward:
             calls.append((self.weights.args, [*both, *(dh or [("dh", "h")]), *[(name, name) for name in wanted]]))
         return [(args, field, name) for args, fields in calls for field, name in fields]
 
-    def run(self, session, d_o, x, topk_ids, h, memory, weights: list) -> tuple:
-        """Gradients of x, topk_ids, topk_weights and weights, None where nobody wants them. weights: those that there
-        are."""
-        lib, handle, check, side = sessions.load(), session.handle, library.check, session.side
-        needed, gradients = self.fill(memory, d_o, x, topk_ids, h, *weights)
-        stream, dispatch = session.stream(), lib.tessera_expert_parallel_dispatch
-        if self.x_apart:
-            self._begin_rows_of_x(session, d_o, x)
-        check(dispatch(handle, addressof(self.dispatch), stream))
-        if self.x_apart:
-            self._rows_of_x(session, dispatch, stream)
-        check(self.input.function(*self.input.addresses, stream))
-        # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.
-        beside = stream
-        if self.side:
-            side.begin()
-            beside, self.combine.begun = session.side_stream(), side.begun.cuda_event
-        else:
-            side.join()
-        check(lib.tessera_expert_parallel_combine(handle, addressof(self.combine), beside))
-        if self.side:
-            side.wait_until_begun()
+    def _all(self, session) -> BackwardArgs:
+        """The calls that one call of the library makes. dx rows go back while gradients of weights are made, also where
+        nobody wants dx: other ranks wait for them."""
+        args = BackwardArgs(ctypes.sizeof(BackwardArgs), combine=addressof(self.combine))
+        if not self.x_apart:
+            args.dispatch = addressof(self.dispatch)
+        args.context, args.input_desc, args.input = self.input.addresses
         if self.weights is not None:
-            check(self.weights.function(*self.weights.addresses, stream))
-        side.join()
-        del needed  # scratch memory is free behind this on the current stream
+            _, args.weights_desc, args.weights = self.weights.addresses
+        if self.side:
+            args.side_stream = session.side_stream()
+        return args
+
+    def run(self, session, memory, d_o, x, topk_ids, h, weights: list) -> tuple:
+        """Gradients of x, topk_ids, topk_weights and WEIGHTS, None where nobody wants them."""
+        # Scratch memory is free behind the call on the current stream.
+        needed, gradients = self.fill(memory, d_o, x, topk_ids, h, *weights)
+        stream = session.stream()
+        if self.x_apart:
+            self._rows_apart(session, d_o, x, stream)
+        code = sessions.load().tessera_expert_parallel_backward(session.handle, self.address, stream)
+        if code:
+            library.check(code)
         return gradients
 
-    def _begin_rows_of_x(self, session, d_o, x) -> None:
-        """d_o is staged, then x while rows of d_o come: two copies at once would both take longer."""
+    def _rows_apart(self, session, d_o, x, stream: int) -> None:
+        """Rows of d_o come, and those of x on the side stream while GEMMs run. d_o is staged, then x while rows of d_o
+        come: two copies at once would both take longer."""
+        dispatch, side = sessions.load().tessera_expert_parallel_dispatch, session.side
         if self.side:
             if self.places is None:
                 self.places = [session.place(name)[:x.shape[0]] for name in ("input", "second_input")]
             of_d_o, of_x = self.places
             self.dispatch.x.data = of_d_o.copy_(d_o).data_ptr()
-            with session.side.fork():
+            with side.fork():
                 of_x.copy_(x)
             self.second_dispatch.second_x.data = of_x.data_ptr()
-
-    def _rows_of_x(self, session, dispatch, stream: int) -> None:
-        side = session.side
+        library.check(dispatch(session.handle, addressof(self.dispatch), stream))
         if self.side:
             side.begin()
             stream, self.second_dispatch.begun = session.side_stream(), side.begun.cuda_event
         library.check(dispatch(session.handle, addressof(self.second_dispatch), stream))
         if self.side:
             side.wait_until_begun()
+            side.leave()

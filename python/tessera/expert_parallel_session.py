@@ -102,9 +102,12 @@ class Session:
 
     handle: of the library's object. desc: its shape. device: this rank's. training: TrainingOptions or None. passes:
     the PreparedPass of each kind. side: the SideStream.
+    ready: the kind of passes with gradients that the last one was of, where it was one launch on tensors as they are.
     passes_counted: forward passes whose rows the library counts; all_fit: whether the last counted pass had memory for
     its rows on every rank.
     """
+
+    ready = None
 
     def __init__(self, *, activation: str, save: str, max_rows: int | None, group, device, windows, **sizes):
         self.handle, self.passes = c_void_p(), {}
@@ -175,7 +178,7 @@ class Session:
 
     def side_stream(self) -> int:
         """The side stream, as `stream` has the current one."""
-        stream = self.side.stream.cuda_stream
+        stream = self.side.make().cuda_stream
         if stream not in self._streams:
             self._workspace.record_stream(self.side.stream)
             self._streams.add(stream)

@@ -17,12 +17,17 @@ class SideStream:
         self.stream = self.main = self.begun = None
         self._mains = {}  # torch's streams by what torch knows them by: making an object takes longer than the rest
 
-    def begin(self) -> None:
-        """What is enqueued on it from now on waits for what the current stream has, and runs while that goes on."""
+    def make(self) -> torch.cuda.Stream:
+        """The stream, which the first call makes."""
         if self.stream is None:
             self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             self.begun.record(self.stream)  # makes the event
             self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
+        return self.stream
+
+    def begin(self) -> None:
+        """What is enqueued on it from now on waits for what the current stream has, and runs while that goes on."""
+        self.make()
         current = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
         self.main = self._mains.get(current) or self._object(current)
         # torch's wait_stream() makes an event each time.
@@ -61,6 +66,10 @@ class SideStream:
         with self.fork():
             yield {"options": (("sms", SIDE_SMS),), "begun": self.begun.cuda_event}
         self.wait_until_begun()
+
+    def leave(self) -> None:
+        """A call of the library that follows has the current stream wait for it."""
+        self.main = None
 
     def join(self) -> None:
         """The current stream waits for what the side stream has."""

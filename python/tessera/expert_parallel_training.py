@@ -21,6 +21,7 @@ from tessera.expert_parallel_prepared import PreparedBackward, PreparedForward, 
 from tessera.expert_parallel_session import Session
 from tessera.ops.autograd import captures, direct, keeps_graph, plain_saving
 from tessera.ops.layer import GRADIENTS, prepared_forward, run_backward_input, run_backward_weights
+from tessera.ops.prepared_calls import guard
 
 # Bytes of x from which on its rows come on the side stream while GEMMs run: with fewer the host would be late.
 SIDE_STREAM_BYTES = 8 << 20
@@ -158,19 +159,30 @@ def _run_unfused(session: Session, layer: int, x, topk_ids, topk_weights, weight
     return _new_pass(session, layer, x, enqueue)
 
 
-def _run_fused(session: Session, layer: int, x, topk_ids, topk_weights, weights: tuple) -> tuple:
-    """(o, memory of the tables, h) of a forward pass in one launch; h is empty unless it is saved."""
+class Alike:
+    """Forward passes in one launch on tensors of the same shapes and strides, and their backward passes: prepared ones
+    are found by it."""
+
+
+def passes_like(session: Session, x, w_up, b_up) -> Alike:
+    """Those on such tensors; shapes and strides of all others follow."""
+    return session.prepared(("passes like", x.shape, x.stride(), b_up is None), Alike)
+
+
+def _run_fused(session: Session, layer: int, alike: Alike, tensors: tuple) -> tuple:
+    """(memory of the tables, o, h, rows that have memory) of a forward pass in one launch; h is empty unless it is
+    saved. tensors: x, topk_ids, topk_weights, w_up, w_down, b_up, b_down."""
     training = session.training
     count = training.max_rows
     if count is None:
-        _refuse_capture(x)
+        _refuse_capture(tensors[0])
         last = session.rows_of_last_pass(layer)
-        count = _memory_after(topk_ids.numel() if last is None else last, training.row_limit)
-    key = "forward pass", count, x.shape, x.stride(), weights[2] is None
-    prepared = session.prepared(key, lambda: PreparedForward(session, count, x, topk_ids.shape[1], weights))
-    memory, o, h = prepared.run(session, (x, topk_ids, topk_weights, *[w for w in weights if w is not None]))
+        count = _memory_after(tensors[1].numel() if last is None else last, training.row_limit)
+    prepared = session.prepared((alike, count), lambda: PreparedForward(
+        session, count, tensors[0], tensors[1].shape[1], tensors[3:]))
+    memory, o, h = prepared.run(session, tensors)
     session.passes_counted += 1
-    return o, memory, h
+    return memory, o, h, count
 
 
 def _launch(session: Session, options: tuple, x, topk_ids, topk_weights, weights: tuple, **saved) -> torch.Tensor:
@@ -201,11 +213,12 @@ def forward_saved(session: Session, layer, x, topk_ids, topk_weights, weights: t
     if not session.fuses(*weights):
         o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, session.training.save == "h")
     else:
-        o, memory, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+        alike, tensors = passes_like(session, x, *weights[::2]), (x, topk_ids, topk_weights, *weights)
+        memory, o, h, _ = _run_fused(session, layer, alike, tensors)
         if session.training.max_rows is None:
             _ask(session, layer)
             if not session.all_fit:  # now it is known for how many rows there has to be memory
-                o, memory, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+                memory, o, h, _ = _run_fused(session, layer, alike, tensors)
         tables = _tables_in(session, memory)
     return o, SavedPass(x, topk_ids, topk_weights, h, *tables)
 
@@ -248,14 +261,15 @@ class _FusedExperts(torch.autograd.Function):
     backward, the rows that count are those of the pass that left these tables."""
 
     @staticmethod
-    def forward(ctx, session: Session, layer: int, x, topk_ids, topk_weights, *weights):
-        o, memory, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+    def forward(ctx, session: Session, layer: int, alike: Alike, *tensors):
+        memory, o, h, count = _run_fused(session, layer, alike, tensors)
         number = None
         if session.training.max_rows is None:
             number = torch.tensor(session.passes_counted, device="cpu")
-        ctx.save_for_backward(x, topk_ids, topk_weights, h, memory, number, *weights)
+        x, topk_ids, topk_weights, *weights = tensors
+        ctx.save_for_backward(x, topk_ids, topk_weights if number is not None else None, h, memory, number, *weights)
         # Hooks on saved tensors may hand other strides back.
-        ctx.made = session, layer, plain_saving()
+        ctx.made = session, layer, alike if plain_saving() else None, count
         return o
 
     @staticmethod
@@ -266,13 +280,20 @@ class _FusedExperts(torch.autograd.Function):
 
 def _gradients(ctx, d_o) -> tuple:
     """What the backward pass of _FusedExperts returns."""
-    (session, layer, alike), needs, d_o = ctx.made, ctx.needs_input_grad[2:], d_o.contiguous()
+    session, layer, alike, count = ctx.made
     x, topk_ids, topk_weights, h, memory, number, *weights = ctx.saved_tensors
+    d_o, needs = d_o.contiguous(), ctx.needs_input_grad
     if number is not None:
         _refuse_capture(x)
     saved = x, topk_ids, h, memory
-    run = _backward_prepared if alike else _backward_of_any
-    gradients = run(session, needs, d_o, saved, weights, number is not None)
+    if alike is None:
+        gradients = _backward_of_any(session, needs[3:], d_o, saved, weights, number is not None)
+    else:
+        captured = x.is_cuda and captures()
+        over_h = h.dim() == 2 and not captured and not keeps_graph()
+        prepared = session.prepared((alike, count, needs, over_h, captured), lambda: _prepare_backward(
+            session, needs[3:], d_o, saved, weights, over_h, number is not None))
+        gradients = prepared.run(session, memory, d_o, x, topk_ids, h, weights)
     if number is not None:
         count, all_fit = session.routed_rows(session.passes_counted - number.item())
         session.remember_rows(layer, count)
@@ -280,8 +301,8 @@ def _gradients(ctx, d_o) -> tuple:
             del gradients  # frees memory for the other pass
             rows = _dispatch_new(session, layer, d_o, x, topk_ids, topk_weights,
                                  memory_for(count, session.training.row_limit), False)
-            gradients = _run_backward(session, x, topk_ids, needs, *rows, x.new_empty(0), weights)
-    return None, None, *gradients
+            gradients = _run_backward(session, x, topk_ids, needs[3:], *rows, x.new_empty(0), weights)
+    return None, None, None, *gradients
 
 
 _once = once_differentiable(_gradients)
@@ -292,18 +313,6 @@ def _backward_of_any(session: Session, needs: tuple, d_o, saved: tuple, weights,
     tables = _tables_in(session, memory)
     rows = _dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, may_overflow)
     return _run_backward(session, x, topk_ids, needs, *rows, tables, h, weights)
-
-
-def _backward_prepared(session: Session, needs: tuple, d_o, saved: tuple, weights, may_overflow: bool) -> tuple:
-    """The same calls of the library on weights as one launch takes them."""
-    x, topk_ids, h, memory = saved
-    captured = x.is_cuda and captures()
-    over_h = h.dim() == 2 and not keeps_graph() and not captured
-    key = ("backward pass", needs, memory.shape, x.shape, x.stride(), weights[2] is None, over_h, captured,
-           may_overflow)
-    prepared = session.prepared(
-        key, lambda: _prepare_backward(session, needs, d_o, saved, weights, over_h, may_overflow))
-    return prepared.run(session, d_o, x, topk_ids, h, memory, [w for w in weights if w is not None])
 
 
 def _prepare_backward(session: Session, needs: tuple, d_o, saved: tuple, weights, over_h: bool,
@@ -379,20 +388,33 @@ def run(session: Session, layer: int, x, topk_ids, topk_weights, w_up, w_down, b
     if needs_gradients(x, topk_weights, *weights):
         if not session.fuses(*weights):
             return _Experts.apply(session, layer, x, topk_ids, topk_weights, *weights)
-        return run_fused(session, layer, x, topk_ids, topk_weights, *weights)
+        return run_fused(session, layer, passes_like(session, x, w_up, b_up), x, topk_ids, topk_weights, *weights)
     if session.fuses(*weights):
         return _launch(session, (), x, topk_ids, topk_weights, weights)
     return _run_unfused(session, layer, x, topk_ids, topk_weights, weights, False)[0]
 
 
-def is_ready(x, topk_ids, topk_weights, *weights) -> bool:
-    """Whether a pass on such tensors is one of run_fused as they are, where the session fuses their weights."""
-    return (needs_gradients(x, topk_weights, *weights) and len(weights) == 2 and _dense_rows(x) is x
+class Ready(NamedTuple):
+    """Passes of run_fused on tensors as they are, without biases. check(*tensors): whether others are like these,
+    requires_grad included; where weights begin is not looked at."""
+
+    check: Callable
+    alike: Alike
+
+
+def ready(session: Session, x, topk_ids, topk_weights, w_up, w_down) -> Ready | None:
+    """None where passes on such tensors are others."""
+    check = guard((x, topk_ids, topk_weights, w_up, w_down))
+    if (check is not None and session.fuses(w_up, w_down, None, None)
+            and needs_gradients(x, topk_weights, w_up, w_down) and _dense_rows(x) is x
             and topk_ids.dtype is torch.int32 and topk_ids.is_contiguous()
-            and topk_weights.dtype is torch.float32 and topk_weights.is_contiguous())
+            and topk_weights.dtype is torch.float32 and topk_weights.is_contiguous()):
+        return Ready(check, passes_like(session, x, w_up, None))
+    return None
 
 
-def run_fused(session: Session, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up=None, b_down=None):
-    """`run` with gradients, on tensors as a forward pass in one launch takes them."""
+def run_fused(session: Session, layer: int, alike: Alike, x, topk_ids, topk_weights, w_up, w_down, b_up=None,
+              b_down=None):
+    """`run` with gradients, on tensors as a forward pass in one launch takes them, and which are alike."""
     apply = _apply_directly if direct() else _FusedExperts.apply
-    return apply(session, layer, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
+    return apply(session, layer, alike, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)

@@ -71,6 +71,10 @@ inline Activation activation_of(std::int32_t kind, float alpha, float limit,
           limit == 0 ? __builtin_huge_valf() : limit, up_offset};
 }
 
+/// Reads the structs of a layer (tessera.cpp).
+Status moe_desc_of(tessera_moe_desc const* desc, MoeDesc& out) noexcept;
+Status backward_args_of(tessera_backward_args const* c_args, MoeBackwardArgs& args) noexcept;
+
 inline Status check_context(tessera_context const* context) noexcept {
   return context == nullptr ? Status::invalid("context: null pointer; call tessera_context_create")
                             : Status();

@@ -188,42 +188,87 @@ Status routed_rows(tessera_expert_parallel* session, std::int64_t passes_ago, st
   return {};
 }
 
+Status dispatch_args_of(tessera_expert_dispatch_args const* c_args,
+                        tessera::ExpertDispatchArgs& args) noexcept {
+  tessera_expert_dispatch_args from;
+  TESSERA_TRY(read_struct("tessera_expert_dispatch_args", c_args, from));
+  args = {.x = tensor_of(from.x),
+          .second_x = tensor_of(from.second_x),
+          .topk_ids = tensor_of(from.topk_ids),
+          .tables = {.expert_offsets = tensor_of(from.expert_offsets),
+                     .row_origins = tensor_of(from.row_origins),
+                     .row_scores = tensor_of(from.row_scores)},
+          .rows = tensor_of(from.rows),
+          .second_rows = tensor_of(from.second_rows),
+          .gathered = from.gathered != 0,
+          .routing = buffer_of(from.routing),
+          .may_overflow = from.may_overflow != 0,
+          .sms = from.sms,
+          .begun = from.begun};
+  return {};
+}
+
 Status dispatch(tessera_expert_parallel* session, tessera_expert_dispatch_args const* c_args,
                 void* stream) noexcept {
   TESSERA_TRY(present(session, "expert_parallel"));
-  tessera_expert_dispatch_args from;
-  TESSERA_TRY(read_struct("tessera_expert_dispatch_args", c_args, from));
-  return session->session.dispatch({.x = tensor_of(from.x),
-                                    .second_x = tensor_of(from.second_x),
-                                    .topk_ids = tensor_of(from.topk_ids),
-                                    .tables = {.expert_offsets = tensor_of(from.expert_offsets),
-                                               .row_origins = tensor_of(from.row_origins),
-                                               .row_scores = tensor_of(from.row_scores)},
-                                    .rows = tensor_of(from.rows),
-                                    .second_rows = tensor_of(from.second_rows),
-                                    .gathered = from.gathered != 0,
-                                    .routing = buffer_of(from.routing),
-                                    .may_overflow = from.may_overflow != 0,
-                                    .sms = from.sms,
-                                    .begun = from.begun},
-                                   {stream});
+  tessera::ExpertDispatchArgs args;
+  TESSERA_TRY(dispatch_args_of(c_args, args));
+  return session->session.dispatch(args, {stream});
+}
+
+Status combine_args_of(tessera_expert_combine_args const* c_args,
+                       tessera::ExpertCombineArgs& args) noexcept {
+  tessera_expert_combine_args from;
+  TESSERA_TRY(read_struct("tessera_expert_combine_args", c_args, from));
+  args = {.rows = tensor_of(from.rows),
+          .tables = {.expert_offsets = tensor_of(from.expert_offsets),
+                     .row_origins = tensor_of(from.row_origins)},
+          .topk_weights = tensor_of(from.topk_weights),
+          .row_dscores = tensor_of(from.row_dscores),
+          .dscores = tensor_of(from.dscores),
+          .o = tensor_of(from.o),
+          .sms = from.sms,
+          .begun = from.begun};
+  return {};
 }
 
 Status combine(tessera_expert_parallel* session, tessera_expert_combine_args const* c_args,
                void* stream) noexcept {
   TESSERA_TRY(present(session, "expert_parallel"));
-  tessera_expert_combine_args from;
-  TESSERA_TRY(read_struct("tessera_expert_combine_args", c_args, from));
-  return session->session.combine({.rows = tensor_of(from.rows),
-                                   .tables = {.expert_offsets = tensor_of(from.expert_offsets),
-                                              .row_origins = tensor_of(from.row_origins)},
-                                   .topk_weights = tensor_of(from.topk_weights),
-                                   .row_dscores = tensor_of(from.row_dscores),
-                                   .dscores = tensor_of(from.dscores),
-                                   .o = tensor_of(from.o),
-                                   .sms = from.sms,
-                                   .begun = from.begun},
-                                  {stream});
+  tessera::ExpertCombineArgs args;
+  TESSERA_TRY(combine_args_of(c_args, args));
+  return session->session.combine(args, {stream});
+}
+
+Status backward(tessera_expert_parallel* session, tessera_expert_backward_args const* c_args,
+                void* stream) noexcept {
+  TESSERA_TRY(present(session, "expert_parallel"));
+  tessera_expert_backward_args from;
+  TESSERA_TRY(read_struct("tessera_expert_backward_args", c_args, from));
+  TESSERA_TRY(check_context(from.context));
+  tessera::ExpertDispatchArgs dispatch_args;
+  tessera::MoeDesc input_desc, weights_desc;
+  tessera::MoeBackwardArgs input, weights;
+  tessera::ExpertCombineArgs combine_args;
+  bool const dispatches = from.dispatch != nullptr;
+  bool const has_weights = from.weights != nullptr || from.weights_desc != nullptr;
+  if (dispatches) TESSERA_TRY(dispatch_args_of(from.dispatch, dispatch_args));
+  TESSERA_TRY(moe_desc_of(from.input_desc, input_desc));
+  TESSERA_TRY(backward_args_of(from.input, input));
+  if (has_weights) {
+    TESSERA_TRY(moe_desc_of(from.weights_desc, weights_desc));
+    TESSERA_TRY(backward_args_of(from.weights, weights));
+  }
+  TESSERA_TRY(combine_args_of(from.combine, combine_args));
+  return session->session.backward({.dispatch = dispatches ? &dispatch_args : nullptr,
+                                    .context = &from.context->context,
+                                    .input_desc = &input_desc,
+                                    .input = &input,
+                                    .weights_desc = has_weights ? &weights_desc : nullptr,
+                                    .weights = has_weights ? &weights : nullptr,
+                                    .combine = &combine_args,
+                                    .side = {from.side_stream}},
+                                   {stream});
 }
 
 }  // namespace
@@ -306,6 +351,11 @@ TESSERA_C_API int tessera_expert_parallel_combine(tessera_expert_parallel* sessi
                                                   tessera_expert_combine_args const* args,
                                                   void* stream) {
   return finish(combine(session, args, stream));
+}
+TESSERA_C_API int tessera_expert_parallel_backward(tessera_expert_parallel* session,
+                                                   tessera_expert_backward_args const* args,
+                                                   void* stream) {
+  return finish(backward(session, args, stream));
 }
 TESSERA_C_API int tessera_expert_parallel_check(tessera_expert_parallel const* session) {
   Status const status = present(session, "expert_parallel");

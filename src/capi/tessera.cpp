@@ -34,26 +34,27 @@ tessera::WeightCodes codes_of(tessera_weight_codes const& from) noexcept {
           .down_transposed = tensor_of(from.down_transposed)};
 }
 
-Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
+}  // namespace
+
+Status tessera::capi::moe_desc_of(tessera_moe_desc const* desc, MoeDesc& out) noexcept {
   tessera_moe_desc from;
   TESSERA_TRY(read_struct("tessera_moe_desc", desc, from));
   out.shape = {from.tokens, from.hidden, from.intermediate,         from.experts,
                from.top_k,  from.slots,  from.variable_experts != 0};
-  if (from.dtype != 0) out.dtype = static_cast<tessera::DType>(from.dtype);
+  if (from.dtype != 0) out.dtype = static_cast<DType>(from.dtype);
   out.activation = activation_of(from.activation, from.alpha, from.limit, from.up_offset);
-  out.layout = {static_cast<tessera::GateUpOrder>(from.layout_order),
-                static_cast<tessera::WeightOrientation>(from.layout_orientation),
-                from.layout_block};
+  out.layout = {static_cast<GateUpOrder>(from.layout_order),
+                static_cast<WeightOrientation>(from.layout_orientation), from.layout_block};
   out.bias = from.bias != 0;
-  out.score_position = static_cast<tessera::ScorePosition>(from.score_position);
-  out.save = static_cast<tessera::SavePolicy>(from.save);
-  out.grouping = static_cast<tessera::RowGrouping>(from.grouping);
-  if (from.ids_dtype != 0) out.ids_dtype = static_cast<tessera::DType>(from.ids_dtype);
-  out.router.kind = static_cast<tessera::RouterKind>(from.router);
+  out.score_position = static_cast<ScorePosition>(from.score_position);
+  out.save = static_cast<SavePolicy>(from.save);
+  out.grouping = static_cast<RowGrouping>(from.grouping);
+  if (from.ids_dtype != 0) out.ids_dtype = static_cast<DType>(from.ids_dtype);
+  out.router.kind = static_cast<RouterKind>(from.router);
   out.router.normalize_scores = from.normalize_scores != 0;
   out.router.groups = from.groups;
   out.router.top_groups = from.top_groups;
-  out.router.round = static_cast<tessera::Rounding>(from.round);
+  out.router.round = static_cast<Rounding>(from.round);
   if (from.tile != 0) out.router.tile = from.tile;
   if (from.route_scale != 0) out.router.route_scale = from.route_scale;
   out.router.layer = from.layer;
@@ -63,18 +64,56 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router.capacity = from.capacity;
   out.router.replay = from.replay != 0;
   out.overwrite_h = from.overwrite_h != 0;
-  out.router_dtype = static_cast<tessera::DType>(from.router_dtype);
-  out.precision = static_cast<tessera::Precision>(from.precision);
+  out.router_dtype = static_cast<DType>(from.router_dtype);
+  out.precision = static_cast<Precision>(from.precision);
   out.pow2_scales = from.pow2_scales != 0;
   out.weight_codes = from.weight_codes != 0;
   return {};
 }
 
+Status tessera::capi::backward_args_of(tessera_backward_args const* c_args,
+                                       MoeBackwardArgs& args) noexcept {
+  tessera_backward_args from;
+  TESSERA_TRY(read_struct("tessera_backward_args", c_args, from));
+  args.d_o = tensor_of(from.d_o);
+  args.x = tensor_of(from.x);
+  args.h = tensor_of(from.h);
+  args.routing = buffer_of(from.routing);
+  args.w_router = tensor_of(from.w_router);
+  args.b_router = tensor_of(from.b_router);
+  args.weights = weights_of(from.weights);
+  args.dx = tensor_of(from.dx);
+  args.dscores = tensor_of(from.dscores);
+  args.dlogits = tensor_of(from.dlogits);
+  args.gradients.dw_up = tensor_of(from.dw_up);
+  args.gradients.dw_gate = tensor_of(from.dw_gate);
+  args.gradients.dw_down = tensor_of(from.dw_down);
+  args.gradients.db_up = tensor_of(from.db_up);
+  args.gradients.db_gate = tensor_of(from.db_gate);
+  args.gradients.db_down = tensor_of(from.db_down);
+  args.gradients.dw_router = tensor_of(from.dw_router);
+  args.gradients.db_router = tensor_of(from.db_router);
+  args.gradients.mode = static_cast<GradientMode>(from.accumulate);
+  args.dh = tensor_of(from.dh);
+  args.a_scaled = tensor_of(from.a_scaled);
+  args.dlogits_saved = tensor_of(from.dlogits_saved);
+  args.aux_dlogits = tensor_of(from.aux_dlogits);
+  args.workspace = buffer_of(from.workspace);
+  args.token_mask = tensor_of(from.token_mask);
+  args.x8 = tensor_of(from.x8);
+  args.x_scale = tensor_of(from.x_scale);
+  args.h_scale = tensor_of(from.h_scale);
+  args.weight_codes = codes_of(from.weight_codes);
+  return {};
+}
+
+namespace {
+
 Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
                tessera_forward_args const* c_args, void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   tessera_forward_args from;
   TESSERA_TRY(read_struct("tessera_forward_args", c_args, from));
   tessera::MoeForwardArgs args;
@@ -108,7 +147,7 @@ Status quantise_weights(tessera_context const* context, tessera_moe_desc const* 
                         void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   if (weights == nullptr || out == nullptr) {
     return Status::invalid("weights or codes: null; pass the structs of both");
   }
@@ -131,39 +170,9 @@ Status backward(BackwardFunction function, tessera_context const* context,
                 void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
-  tessera_backward_args from;
-  TESSERA_TRY(read_struct("tessera_backward_args", c_args, from));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   tessera::MoeBackwardArgs args;
-  args.d_o = tensor_of(from.d_o);
-  args.x = tensor_of(from.x);
-  args.h = tensor_of(from.h);
-  args.routing = buffer_of(from.routing);
-  args.w_router = tensor_of(from.w_router);
-  args.b_router = tensor_of(from.b_router);
-  args.weights = weights_of(from.weights);
-  args.dx = tensor_of(from.dx);
-  args.dscores = tensor_of(from.dscores);
-  args.dlogits = tensor_of(from.dlogits);
-  args.gradients.dw_up = tensor_of(from.dw_up);
-  args.gradients.dw_gate = tensor_of(from.dw_gate);
-  args.gradients.dw_down = tensor_of(from.dw_down);
-  args.gradients.db_up = tensor_of(from.db_up);
-  args.gradients.db_gate = tensor_of(from.db_gate);
-  args.gradients.db_down = tensor_of(from.db_down);
-  args.gradients.dw_router = tensor_of(from.dw_router);
-  args.gradients.db_router = tensor_of(from.db_router);
-  args.gradients.mode = static_cast<tessera::GradientMode>(from.accumulate);
-  args.dh = tensor_of(from.dh);
-  args.a_scaled = tensor_of(from.a_scaled);
-  args.dlogits_saved = tensor_of(from.dlogits_saved);
-  args.aux_dlogits = tensor_of(from.aux_dlogits);
-  args.workspace = buffer_of(from.workspace);
-  args.token_mask = tensor_of(from.token_mask);
-  args.x8 = tensor_of(from.x8);
-  args.x_scale = tensor_of(from.x_scale);
-  args.h_scale = tensor_of(from.h_scale);
-  args.weight_codes = codes_of(from.weight_codes);
+  TESSERA_TRY(backward_args_of(c_args, args));
   return function(context->context, desc, args, {stream});
 }
 
@@ -171,7 +180,7 @@ Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
              tessera_route_args const* c_args, void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   tessera_route_args from;
   TESSERA_TRY(read_struct("tessera_route_args", c_args, from));
   tessera::RouteArgs args;
@@ -192,7 +201,7 @@ Status routing_of_groups(tessera_context const* context, tessera_moe_desc const*
                          tessera::GroupedRoutingArgs const& args, void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   return tessera::routing_of_groups(context->context, desc, args, {stream});
 }
 
@@ -200,7 +209,7 @@ Status router_loss(tessera_context const* context, tessera_moe_desc const* c_des
                    tessera_router_loss_args const* c_args, void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   tessera_router_loss_args from;
   TESSERA_TRY(read_struct("tessera_router_loss_args", c_args, from));
   tessera::RouterLossArgs args;
@@ -226,7 +235,7 @@ Status router_loss_workspace(tessera_context const* context, tessera_moe_desc co
   TESSERA_TRY(check_context(context));
   if (bytes == nullptr) return Status::invalid("bytes: null pointer; pass where to store it");
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   auto const needed = tessera::router_loss_workspace_bytes(context->context, desc, sequences);
   if (!needed.ok()) return needed.status();
   *bytes = needed.value();
@@ -306,7 +315,7 @@ Status workspace(tessera_context const* context, tessera_moe_desc const* c_desc,
   TESSERA_TRY(check_context(context));
   if (bytes == nullptr) return Status::invalid("bytes: null pointer; pass where to store it");
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   auto const needed =
       tessera::workspace_bytes(context->context, desc, static_cast<tessera::Pass>(pass));
   if (!needed.ok()) return needed.status();
@@ -319,7 +328,7 @@ Status scores_are_constant(tessera_moe_desc const* c_desc, std::int32_t* constan
     return Status::invalid("constant: null pointer; pass where to store it");
   }
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   auto const valid = tessera::routing_bytes(desc);  // every rule for the description
   if (!valid.ok()) return valid.status();
   *constant = scores_are_constant(desc) ? 1 : 0;
@@ -333,7 +342,7 @@ Status precision(tessera_context const* context, tessera_moe_desc const* c_desc,
     return Status::invalid("precision: null pointer; pass where to store it");
   }
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   auto const of_calls = tessera::chosen_precision(context->context, desc);
   if (!of_calls.ok()) return of_calls.status();
   *chosen = static_cast<std::int32_t>(of_calls.value());
@@ -343,7 +352,7 @@ Status precision(tessera_context const* context, tessera_moe_desc const* c_desc,
 Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* h_bytes,
              std::size_t* routing_bytes) noexcept {
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   auto const bytes = tessera::saved_bytes(desc);
   if (!bytes.ok()) return bytes.status();
   if (x_bytes != nullptr) *x_bytes = bytes.value().x;
@@ -355,7 +364,7 @@ Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* 
 Status saved_scales(tessera_moe_desc const* c_desc, std::size_t* x_bytes,
                     std::size_t* h_bytes) noexcept {
   tessera::MoeDesc desc;
-  TESSERA_TRY(desc_of(c_desc, desc));
+  TESSERA_TRY(moe_desc_of(c_desc, desc));
   auto const bytes = tessera::saved_bytes(desc);
   if (!bytes.ok()) return bytes.status();
   if (x_bytes != nullptr) *x_bytes = bytes.value().x_scale;

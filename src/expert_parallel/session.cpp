@@ -93,6 +93,17 @@ Status stage(StagedRows const& rows, std::int32_t tokens, std::int32_t hidden, v
       "cudaMemcpy2DAsync");
 }
 
+// Lets what `next` gets from now on wait for what `first` has. event: that no other pair of streams uses.
+Status order(std::int32_t device, void* event, Stream first, Stream next) noexcept {
+  DeviceScope const scope(device_calls(), device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  auto* const native = static_cast<cudaEvent_t>(event);
+  TESSERA_TRY(
+      check(cudaEventRecord(native, static_cast<cudaStream_t>(first.native)), "cudaEventRecord"));
+  return check(cudaStreamWaitEvent(static_cast<cudaStream_t>(next.native), native),
+               "cudaStreamWaitEvent");
+}
+
 // 0: all.
 std::int32_t sms_of(std::int32_t asked, SessionConfig const& config) noexcept {
   return asked > 0 ? std::min(asked, config.sm_count) : config.sm_count;
@@ -135,6 +146,14 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
   if (session == nullptr)
     return Status::error(StatusCode::out_of_memory, "no memory for a session; end other processes");
   TESSERA_TRY(make_host_words(config.device, session->host_));
+  if (config.shape.training) {
+    for (void** event : {&session->forked_, &session->begun_, &session->done_}) {
+      cudaEvent_t made = nullptr;
+      TESSERA_TRY(check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming),
+                        "cudaEventCreateWithFlags"));
+      *event = made;
+    }
+  }
   // Whatever had the workspace before may still write to it, on a stream that cudaMemset does not wait for.
   TESSERA_TRY(device_calls().synchronize());
   Regions const regions(config.shape, config.sm_count);
@@ -155,7 +174,12 @@ Session::~Session() {
   if (host_ == nullptr) return;
   {  // a pass may still write to it
     DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
-    if (scope.status().ok()) static_cast<void>(device_calls().synchronize());
+    if (scope.status().ok()) {
+      static_cast<void>(device_calls().synchronize());
+      for (void* event : {forked_, begun_, done_}) {
+        if (event != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event));
+      }
+    }
   }
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::primary);
   cudaFreeHost(host_);
@@ -350,6 +374,22 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
       "launch of combine"));
   stage_ = Stage::none;
   return {};
+}
+
+Status Session::fork(Stream stream, Stream side) noexcept {
+  return order(config_.device, forked_, stream, side);
+}
+
+Status Session::wait_until_begun(Stream stream) noexcept {
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  return check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.native),
+                                   static_cast<cudaEvent_t>(begun_)),
+               "cudaStreamWaitEvent");
+}
+
+Status Session::join(Stream stream, Stream side) noexcept {
+  return order(config_.device, done_, side, stream);
 }
 
 Status Session::fault() const noexcept { return fault_status(host_->fault, config_.time_limit); }

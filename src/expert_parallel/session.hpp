@@ -123,6 +123,14 @@ class Session {
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago) noexcept;
   Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
   Status combine(CombineTensors const& tensors, Stream stream) noexcept;
+  /// With training. What a side stream gets from now on waits for what `stream` has.
+  Status fork(Stream stream, Stream side) noexcept;
+  /// The event that the next call on the side stream records once it has its SMs.
+  [[nodiscard]] void* begun() const noexcept { return begun_; }
+  /// `stream` waits until that call has them: what follows would take all.
+  Status wait_until_begun(Stream stream) noexcept;
+  /// `stream` waits for what the side stream has.
+  Status join(Stream stream, Stream side) noexcept;
   [[nodiscard]] Status fault() const noexcept;
 
  private:
@@ -138,6 +146,10 @@ class Session {
   std::int32_t tokens_ = 0;    // of that pass
   std::uint64_t counted_ = 0;  // passes whose rows are signalled to the host; the last one's ticket
   void* counted_on_ = nullptr;  // its stream
+  // Events of backward passes, with training.
+  void* forked_ = nullptr;
+  void* begun_ = nullptr;
+  void* done_ = nullptr;
 };
 
 }  // namespace tessera::expert_parallel

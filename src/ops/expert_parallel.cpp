@@ -430,6 +430,34 @@ Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noe
                            stream);
 }
 
+Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) noexcept {
+  TESSERA_TRY(check_training(desc_, "backward"));
+  if (args.context == nullptr || args.input_desc == nullptr || args.input == nullptr ||
+      args.combine == nullptr || (args.weights == nullptr) != (args.weights_desc == nullptr)) {
+    return Status::invalid(
+        "backward: context, input_desc, input and combine, and weights_desc beside weights; a "
+        "pointer is null");
+  }
+  if (args.dispatch != nullptr) TESSERA_TRY(dispatch(*args.dispatch, stream));
+  TESSERA_TRY(moe_backward_input(*args.context, *args.input_desc, *args.input, stream));
+  bool const beside = args.side.native != nullptr;
+  if (beside) {
+    ExpertCombineArgs combine_args = *args.combine;
+    combine_args.begun = session_->begun();
+    TESSERA_TRY(session_->fork(stream, args.side));
+    TESSERA_TRY(combine(combine_args, args.side));
+    TESSERA_TRY(session_->wait_until_begun(stream));
+  } else {
+    TESSERA_TRY(combine(*args.combine, stream));
+  }
+  Status const status =
+      args.weights == nullptr
+          ? Status()
+          : moe_backward_weights(*args.context, *args.weights_desc, *args.weights, stream);
+  if (beside) TESSERA_TRY(session_->join(stream, args.side));  // with an error, too
+  return status;
+}
+
 Status ExpertParallel::check() const noexcept { return session_->fault(); }
 
 Status routing_of_tables(Context const& context, MoeDesc const& desc, DispatchTables const& tables,

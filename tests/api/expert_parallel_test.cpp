@@ -2,6 +2,7 @@
 // Experts over several GPUs, as far as a machine without GPUs sees them: sizes, rules, and who says what is missing.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdlib>
 #include <string>
 
@@ -182,6 +183,15 @@ TEST(PeerWindow, OfOneProcessAskForGpus) {
   EXPECT_EQ(PeerWindow::open_all(none, 1).status().code(), StatusCode::environment);
 }
 
+// Python has this struct as nine words of 64 bits.
+TEST(ExpertParallel, ABackwardPassIsAddressesInAFixedOrder) {
+  EXPECT_EQ(sizeof(tessera_expert_backward_args), 72);
+  EXPECT_EQ(offsetof(tessera_expert_backward_args, dispatch), 8);
+  EXPECT_EQ(offsetof(tessera_expert_backward_args, weights), 48);
+  EXPECT_EQ(offsetof(tessera_expert_backward_args, combine), 56);
+  EXPECT_EQ(offsetof(tessera_expert_backward_args, side_stream), 64);
+}
+
 TEST(ExpertParallel, TheCAbiSaysTheSame) {
   tessera_expert_parallel_desc desc = {};
   desc.size = sizeof desc;
@@ -226,6 +236,7 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   EXPECT_EQ(tessera_expert_parallel_route(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_expert_parallel_dispatch(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_expert_parallel_combine(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_backward(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
   int64_t rows = 0;
   EXPECT_EQ(tessera_expert_parallel_routed_rows(nullptr, 0, &rows, nullptr),
             TESSERA_INVALID_ARGUMENT);

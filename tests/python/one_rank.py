@@ -148,6 +148,16 @@ class OneRank:
         self.calls.append("combine")
         return 0
 
+    def tessera_expert_parallel_backward(self, handle, address, stream):
+        args = structs.BackwardArgs.from_address(address)
+        if args.dispatch:
+            self.tessera_expert_parallel_dispatch(handle, args.dispatch, stream)
+        code = REAL.tessera_moe_backward_input(args.context, args.input_desc, args.input, None)
+        self.tessera_expert_parallel_combine(handle, args.combine, args.side_stream or stream)
+        if not code and args.weights:
+            code = REAL.tessera_moe_backward_weights(args.context, args.weights_desc, args.weights, None)
+        return code
+
     def __getattr__(self, name):  # all others: the library itself
         return getattr(REAL, name)
 

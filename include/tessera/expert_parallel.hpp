@@ -284,6 +284,8 @@ class TESSERA_EXPORT ExpertParallel {
  private:
   ExpertParallel(ExpertParallelDesc const& desc, Device device,
                  std::unique_ptr<expert_parallel::Session> session) noexcept;
+  Status dispatch_and_zero(ExpertDispatchArgs const& args, std::span<std::int32_t> zeroed,
+                           Stream stream) noexcept;
   ExpertParallelDesc desc_;
   Device device_;
   std::unique_ptr<expert_parallel::Session> session_;

@@ -93,6 +93,21 @@ Status stage(StagedRows const& rows, std::int32_t tokens, std::int32_t hidden, v
       "cudaMemcpy2DAsync");
 }
 
+// Has rows of dispatch in their place in the window: by the kernel, which gets what this returns, or by a copy before
+// it. by_kernel: whether that is possible at all.
+Expected<CallerRows> stage_for_dispatch(StagedRows const& rows, std::int32_t tokens,
+                                        std::int32_t hidden, void* place, bool by_kernel,
+                                        cudaStream_t stream) noexcept {
+  std::int64_t const pitch = 2 * rows.pitch_of(tokens, hidden);
+  if (by_kernel && !rows.lie_at(place, tokens, hidden) &&
+      std::int64_t{2} * tokens * hidden <= kMostCopiedBytes &&
+      reinterpret_cast<std::uintptr_t>(rows.gmem) % 16 == 0 && pitch % 16 == 0) {
+    return CallerRows{static_cast<char const*>(rows.gmem), pitch};
+  }
+  TESSERA_TRY(stage(rows, tokens, hidden, place, stream));
+  return CallerRows{};
+}
+
 // Lets what `next` gets from now on wait for what `first` has. event: that no other pair of streams uses.
 Status order(std::int32_t device, void* event, Stream first, Stream next) noexcept {
   DeviceScope const scope(device_calls(), device, ContextChoice::any_of_device);
@@ -319,29 +334,40 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   std::int32_t const hidden = config_.shape.hidden;
-  if (tensors.has_x) TESSERA_TRY(stage(tensors.x, tensors.tokens, hidden, x(), native));
+  CallerRows copied, second_copied;
+  if (tensors.has_x) {
+    auto const rows = stage_for_dispatch(tensors.x, tensors.tokens, hidden, x(), true, native);
+    if (!rows.ok()) return rows.status();
+    copied = rows.value();
+  }
   if (tensors.has_second) {
-    TESSERA_TRY(stage(tensors.second_x, tensors.tokens, hidden, second_x(), native));
+    auto const rows = stage_for_dispatch(tensors.second_x, tensors.tokens, hidden, second_x(),
+                                         tensors.has_x, native);
+    if (!rows.ok()) return rows.status();
+    second_copied = rows.value();
   }
   Regions const regions(config_.shape, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
   ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
   exchange.gmem_topk_ids = tensors.gmem_topk_ids;
   RowTables const tables = row_tables(tensors.tables);
-  TESSERA_TRY(
-      check(launch_dispatch({.exchange = exchange,
-                             .tables = routed ? regions.tables(base) : tables,
-                             .saved = routed ? tables : RowTables{},
-                             .capacity = tensors.tables.capacity,
-                             .may_overflow = tensors.may_overflow,
-                             .gmem_rows = static_cast<char*>(tensors.gmem_rows),
-                             .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
-                             .gmem_slot_of_pair = regions.slot_of_pair.in(base),
-                             .gathered = tensors.gathered,
-                             .routing = tensors.routing},
-                            sms_of(tensors.sms, config_), native,
-                            static_cast<cudaEvent_t>(tensors.begun)),
-            "launch of dispatch"));
+  TESSERA_TRY(check(
+      launch_dispatch(
+          {.exchange = exchange,
+           .tables = routed ? regions.tables(base) : tables,
+           .saved = routed ? tables : RowTables{},
+           .capacity = tensors.tables.capacity,
+           .may_overflow = tensors.may_overflow,
+           .gmem_rows = static_cast<char*>(tensors.gmem_rows),
+           .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
+           .gmem_slot_of_pair = regions.slot_of_pair.in(base),
+           .gathered = tensors.gathered,
+           .x = copied,
+           .second_x = second_copied,
+           .zeroed = {tensors.zeroed.data(), static_cast<std::int32_t>(tensors.zeroed.size())},
+           .routing = tensors.routing},
+          sms_of(tensors.sms, config_), native, static_cast<cudaEvent_t>(tensors.begun)),
+      "launch of dispatch"));
   stage_ = Stage::dispatched;
   tokens_ = tensors.tokens;
   return {};

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "expert_parallel/plan/fault.hpp"
 #include "expert_parallel/plan/plan.hpp"
@@ -81,10 +82,11 @@ struct DispatchTensors {
   PassTables tables;
   void* gmem_rows = nullptr;
   void* gmem_second_rows = nullptr;
-  bool gathered = false;     // they are tokens, there once
-  RoutingView routing = {};  // tables of a layer of these rows, or no addresses
-  std::int32_t sms = 0;      // 0: all
-  void* begun = nullptr;     // event, or null
+  bool gathered = false;                // they are tokens, there once
+  RoutingView routing = {};             // tables of a layer of these rows, or no addresses
+  std::span<std::int32_t> zeroed = {};  // words that become 0, with x
+  std::int32_t sms = 0;                 // 0: all
+  void* begun = nullptr;                // event, or null
 };
 struct CombineTensors {
   std::int32_t tokens = 0;

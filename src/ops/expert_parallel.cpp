@@ -12,6 +12,7 @@
 #include "expert_parallel/plan/protocol.hpp"
 #include "expert_parallel/session.hpp"
 #include "expert_parallel/transport/engine.hpp"
+#include "ops/split_backward.hpp"
 #include "ops/support.hpp"
 #include "tessera/expert_parallel.hpp"
 #include "tessera/routing.hpp"
@@ -337,6 +338,11 @@ Expected<RoutedRows> ExpertParallel::routed_rows(std::int64_t passes_ago) noexce
 }
 
 Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) noexcept {
+  return dispatch_and_zero(args, {}, stream);
+}
+
+Status ExpertParallel::dispatch_and_zero(ExpertDispatchArgs const& args,
+                                         std::span<std::int32_t> zeroed, Stream stream) noexcept {
   TESSERA_TRY(check_training(desc_, "dispatch"));
   bool const has_second = args.second_x.present();
   bool const has_x = args.x.present() || !has_second;
@@ -389,6 +395,7 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
                              .gmem_second_rows = args.second_rows.data,
                              .gathered = args.gathered,
                              .routing = routing,
+                             .zeroed = zeroed,
                              .sms = args.sms,
                              .begun = args.begun},
                             stream);
@@ -438,8 +445,17 @@ Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) n
         "backward: context, input_desc, input and combine, and weights_desc beside weights; a "
         "pointer is null");
   }
-  if (args.dispatch != nullptr) TESSERA_TRY(dispatch(*args.dispatch, stream));
-  TESSERA_TRY(moe_backward_input(*args.context, *args.input_desc, *args.input, stream));
+  Buffer const workspace = args.input->workspace;
+  std::span<std::int32_t> counters;  // which dispatch() clears
+  if (args.dispatch != nullptr) {
+    if (args.dispatch->x.present() && args.context->cuda() != nullptr &&
+        workspace.data != nullptr && workspace.bytes >= cuda::kBackwardCountersBytes) {
+      counters = cuda::backward_counters(workspace.data);
+    }
+    TESSERA_TRY(dispatch_and_zero(*args.dispatch, counters, stream));
+  }
+  TESSERA_TRY(
+      ops::backward_input(*args.context, *args.input_desc, *args.input, stream, !counters.empty()));
   bool const beside = args.side.native != nullptr;
   if (beside) {
     ExpertCombineArgs combine_args = *args.combine;
@@ -453,7 +469,9 @@ Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) n
   Status const status =
       args.weights == nullptr
           ? Status()
-          : moe_backward_weights(*args.context, *args.weights_desc, *args.weights, stream);
+          : ops::backward_weights(
+                *args.context, *args.weights_desc, *args.weights, stream,
+                !counters.empty() && args.weights->workspace.data == workspace.data);
   if (beside) TESSERA_TRY(session_->join(stream, args.side));  // with an error, too
   return status;
 }

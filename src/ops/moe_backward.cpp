@@ -8,6 +8,7 @@
 #include "ops/plan.hpp"
 #include "ops/quantised_rows.hpp"
 #include "ops/router_args.hpp"
+#include "ops/split_backward.hpp"
 #include "ops/support.hpp"
 #include "ops/tensors.hpp"
 #include "ops/weights.hpp"
@@ -363,19 +364,22 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
 }
 
 Status backward_on_cuda(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                        Pass pass, Stream stream) noexcept {
+                        Pass pass, Stream stream, bool counters_are_zero) noexcept {
   TESSERA_TRY(check_backward(context, desc, args, pass,
                              cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc))));
-  return cuda::moe_backward(*context.cuda(), desc, args, view_tables(desc, args), pass, stream);
+  return cuda::moe_backward(*context.cuda(), desc, args, view_tables(desc, args), pass, stream,
+                            counters_are_zero);
 }
 
 /// Checks, then calls run(backward) with the arrays of the pass; on a GPU: enqueues the pass.
 template <class Run>
 Status run_backward(Context const& context, MoeDesc const& given, MoeBackwardArgs const& args,
-                    Pass pass, Stream stream, Run&& run) noexcept {
+                    Pass pass, Stream stream, bool counters_are_zero, Run&& run) noexcept {
   TESSERA_TRY(ops::check_supported(context, given));
   MoeDesc const desc = ops::resolved(context, given);
-  if (context.cuda() != nullptr) return backward_on_cuda(context, desc, args, pass, stream);
+  if (context.cuda() != nullptr) {
+    return backward_on_cuda(context, desc, args, pass, stream, counters_are_zero);
+  }
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));
   ops::with_storage(desc.dtype,
@@ -387,7 +391,7 @@ Status run_backward(Context const& context, MoeDesc const& given, MoeBackwardArg
 
 Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                     Stream stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward, stream, [](auto const& backward) {
+  return run_backward(context, desc, args, Pass::backward, stream, false, [](auto const& backward) {
     backward.activations();
     backward.copy_dlogits();
     backward.down_weights();  // the last reader of a_scaled: dx rows may take its place
@@ -398,24 +402,36 @@ Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs
   });
 }
 
-Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                          Stream stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward_input, stream, [](auto const& backward) {
-    backward.activations();
-    backward.copy_dlogits();
-    backward.input_gradient();
-  });
+Status ops::backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                           Stream stream, bool counters_are_zero) noexcept {
+  return run_backward(context, desc, args, Pass::backward_input, stream, counters_are_zero,
+                      [](auto const& backward) {
+                        backward.activations();
+                        backward.copy_dlogits();
+                        backward.input_gradient();
+                      });
 }
 
-Status moe_backward_weights(Context const& context, MoeDesc const& desc,
-                            MoeBackwardArgs const& args, Stream stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward_weights, stream,
+Status ops::backward_weights(Context const& context, MoeDesc const& desc,
+                             MoeBackwardArgs const& args, Stream stream,
+                             bool counters_are_zero) noexcept {
+  return run_backward(context, desc, args, Pass::backward_weights, stream, counters_are_zero,
                       [](auto const& backward) {
                         backward.down_weights();
                         backward.make_x();
                         backward.up_weights();
                         backward.router_weights();
                       });
+}
+
+Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                          Stream stream) noexcept {
+  return ops::backward_input(context, desc, args, stream, false);
+}
+
+Status moe_backward_weights(Context const& context, MoeDesc const& desc,
+                            MoeBackwardArgs const& args, Stream stream) noexcept {
+  return ops::backward_weights(context, desc, args, stream, false);
 }
 
 }  // namespace tessera

@@ -75,6 +75,7 @@ struct Kind {
   bool saves = false;    // tables for later passes
   bool tight = false;    // memory for the rows that there are, and no more
   bool may_overflow = false;
+  bool copied = false;    // rows lie outside of the window, which dispatch copies there
   bool apart = false;     // the second rows come by a launch of their own
   bool gathered = false;  // each token once
   bool mixed = false;     // ranks with odd numbers do the other thing of both
@@ -88,9 +89,9 @@ struct Share {
   std::vector<float> scores;  // of its pairs
   std::int64_t capacity;
   Tables saved;
-  Memory<Bits> x, second_x, rows, second_rows, sent, o;
+  Memory<Bits> x, second_x, x_with_gaps, rows, second_rows, sent, o;
   Memory<float> row_dscores, dscores;
-  Memory<std::int32_t> slot_of_pair, routing;
+  Memory<std::int32_t> slot_of_pair, routing, zeroed;  // but for its last word
   std::uint64_t host_rows = 0;
 
   Share(Exchange const& exchange, int rank)
@@ -99,6 +100,7 @@ struct Share {
         saved(exchange.shape),
         x(exchange.shape.max_tokens * std::int64_t{exchange.shape.hidden}),
         second_x(static_cast<std::int64_t>(x.size())),
+        x_with_gaps(exchange.shape.max_tokens * pitch(exchange.shape)),
         rows(capacity *
              exchange.shape.hidden),  // of max_tokens * K of each rank: enough for tokens
         second_rows(capacity * exchange.shape.hidden),
@@ -107,7 +109,10 @@ struct Share {
         row_dscores(capacity),
         dscores(std::int64_t{exchange.shape.max_tokens} * exchange.shape.max_top_k),
         slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair),
-        routing(exchange.shape.local_experts() + 1 + 4 * capacity, kNoPair) {}
+        routing(exchange.shape.local_experts() + 1 + 4 * capacity, kNoPair),
+        zeroed(9, kNoPair) {}
+  // Elements from row to row of x where dispatch copies it.
+  static std::int64_t pitch(ExchangeShape const& shape) { return shape.hidden + 24; }
   // Those within the row limit.
   std::int64_t held() const {
     return std::min(static_cast<std::int64_t>(wanted.origins.size()), capacity);

@@ -72,6 +72,10 @@ class Ranks {
       for (std::int32_t i = 0; i < exchange.pairs(r); ++i) {
         share.scores.push_back(static_cast<float>(i) + static_cast<float>(of_rank) / 1024);
       }
+      for (std::int32_t t = 0; t < s_.max_tokens; ++t) {
+        std::copy_n(share.x.get() + std::int64_t{t} * s_.hidden, s_.hidden,
+                    share.x_with_gaps.get() + t * Share::pitch(s_));
+      }
       if (of != nullptr) share.scores = shares(*of, r).scores;
       if (kind.tight) share.capacity = static_cast<std::int64_t>(share.wanted.origins.size());
     }
@@ -92,11 +96,14 @@ class Ranks {
       DispatchArguments args = dispatch_arguments(pass, r);
       bool const apart = pass.kind.apart_on(r);
       if (apart) args.gmem_second_rows = nullptr;
+      if (apart) args.second_x = {};
       launched(launch_dispatch(args, ctas_, &rank(r).stream));
       if (apart) {
         step(r, [this, &pass, r] { place_second_rows(pass, r, rank(r).window.get()); });
         args = dispatch_arguments(pass, r);
         args.gmem_rows = nullptr;
+        args.x = args.second_x = {};
+        args.zeroed = {};
         if (pass.kind.saves) args.tables = args.saved;
         args.saved = {};
         args.routing = {};
@@ -276,6 +283,13 @@ class Ranks {
         .routing =
             pass.of != nullptr ? routing_view(own.routing.get(), own.capacity) : RoutingView{}};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
+    args.zeroed = {own.zeroed.get(), static_cast<std::int32_t>(own.zeroed.size()) - 1};
+    if (pass.kind.copied) {
+      args.x = {reinterpret_cast<char const*>(own.x_with_gaps.get()), 2 * Share::pitch(s_)};
+      if (pass.kind.second) {
+        args.second_x = {reinterpret_cast<char const*>(own.second_x.get()), row_bytes()};
+      }
+    }
     return args;
   }
   // Of a layer of that many grouped rows: routing.hpp.
@@ -311,8 +325,10 @@ class Ranks {
   void place(Pass const& pass, int r) {
     char* const window = rank(r).window.get();
     std::memset(window + layout_.x, 0xff, static_cast<std::size_t>(layout_.bytes - layout_.x));
-    place_first_rows(pass, r, window);
-    if (pass.kind.second && !pass.kind.apart_on(r)) place_second_rows(pass, r, window);
+    if (!pass.kind.copied) {
+      place_first_rows(pass, r, window);
+      if (pass.kind.second && !pass.kind.apart_on(r)) place_second_rows(pass, r, window);
+    }
     if (pass.of != nullptr) return;
     Tables const fresh(s_);
     Tables const& made = rank(r).made;
@@ -400,6 +416,9 @@ class Ranks {
     std::string wrong = compare("rows", own.rows.get(), first);
     if (wrong.empty()) wrong = compare("second rows", own.second_rows.get(), second);
     if (wrong.empty()) wrong = compare("slots of pairs", own.slot_of_pair.get(), slots);
+    Memory<std::int32_t> const zeroed(static_cast<std::int64_t>(own.zeroed.size()), 0);
+    zeroed[static_cast<std::int64_t>(zeroed.size()) - 1] = Memory<std::int32_t>(1, kNoPair)[0];
+    if (wrong.empty()) wrong = compare("zeroed words", own.zeroed.get(), zeroed);
     if (wrong.empty() && pass.kind.saves) wrong = wrong_tables(own.saved, pass, r, own.held());
     return wrong.empty() ? wrong_routing(pass, r) : wrong;
   }

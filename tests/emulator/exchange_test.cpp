@@ -66,6 +66,7 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
                                 .dscores = seed % 3 == 1,
                                 .saves = true,
                                 .tight = odd,
+                                .copied = seed % 4 == 1,
                                 .apart = odd},
                                seed);
     ranks.enqueue(forward);
@@ -73,6 +74,7 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
                                  .dscores = true,
                                  .saves = seed % 4 == 2,
                                  .tight = !odd,
+                                 .copied = seed % 3 < 2,
                                  .apart = seed % 5 < 3,
                                  .gathered = seed % 2 == 0,
                                  .mixed = seed % 4 > 1},
@@ -123,6 +125,7 @@ TEST(UnfusedExchange, PassesOneBehindTheOther) {
       ranks.enqueue(ranks.make({.second = true,
                                 .dscores = true,
                                 .tight = true,
+                                .copied = seed % 2 == 0,
                                 .apart = seed < 2,
                                 .gathered = seed % 2 == 1,
                                 .mixed = layer == 1},

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -67,9 +68,15 @@ std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_
 /// Enqueue a call whose tensors were checked. Errors: device_error where a launch is refused.
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
                    RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept;
-/// pass: backward, backward_input or backward_weights. The tables are only read.
+/// pass: backward, backward_input or backward_weights. The tables are only read. counters_are_zero: no launch has to
+/// clear backward_counters().
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
-                    RoutingView const& routing, Pass pass, Stream stream) noexcept;
+                    RoutingView const& routing, Pass pass, Stream stream,
+                    bool counters_are_zero) noexcept;
+/// The words of moe_backward's workspace that are 0 before its first kernel. Parts of a split pass on one workspace
+/// have the same words, and each counts in words of its own. They lie in its first kBackwardCountersBytes.
+std::span<std::int32_t> backward_counters(void* workspace) noexcept;
+inline constexpr std::size_t kBackwardCountersBytes = 512;
 Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept;
 Status routing_of_groups(DeviceContext const& device, MoeDesc const& desc,

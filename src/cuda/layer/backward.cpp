@@ -61,7 +61,7 @@ int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArgument
 class Backward {
  public:
   Backward(MoeDesc const& desc, MoeBackwardArgs const& args, RoutingView const& routing, Pass pass,
-           Sequence& sequence) noexcept
+           bool counters_are_zero, Sequence& sequence) noexcept
       : desc_(desc),
         args_(args),
         routing_(routing),
@@ -94,7 +94,7 @@ class Backward {
     if (desc.quantises()) experts_.up_wgrad.left = x();
     if (wanted_.dx && routed()) w_router_ = router_of_dx();
     if (wanted_.dx) put_router_part_in_rows();
-    clear_counters(plan_.counters.in(base_), sequence_);
+    if (!counters_are_zero) clear_counters(plan_.counters.in(base_), sequence_);
     if (wanted_.dx && fp32_router_) split_weights();
     if (in_place_ && !core::gathers_grouped_rows(desc)) {
       add_zero_tail(desc, routing, args.dx, sequence_);
@@ -484,13 +484,14 @@ class Backward {
 }  // namespace
 
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
-                    RoutingView const& routing, Pass pass, Stream stream) noexcept {
+                    RoutingView const& routing, Pass pass, Stream stream,
+                    bool counters_are_zero) noexcept {
   if (desc.quantises()) TESSERA_TRY(check_quantised(device.architecture(), desc, args, pass));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_backward"};
   Sequence sequence(device, stream);
-  Backward backward(desc, args, routing, pass, sequence);
+  Backward backward(desc, args, routing, pass, counters_are_zero, sequence);
   if (pass != Pass::backward_input) backward.dequantise_x();
   if (pass == Pass::backward_weights) {
     backward.round_saved_dlogits();

@@ -27,9 +27,10 @@ Status moe_forward(DeviceContext const&, MoeDesc const&, MoeForwardArgs const&, 
   return not_built();
 }
 Status moe_backward(DeviceContext const&, MoeDesc const&, MoeBackwardArgs const&,
-                    RoutingView const&, Pass, Stream) noexcept {
+                    RoutingView const&, Pass, Stream, bool) noexcept {
   return not_built();
 }
+std::span<std::int32_t> backward_counters(void*) noexcept { return {}; }
 Status route(DeviceContext const&, MoeDesc const&, RouteArgs const&, Stream) noexcept {
   return not_built();
 }

@@ -164,6 +164,12 @@ PackedPlan plan_packed(MoeDesc const& desc) noexcept {
   return out;
 }
 
+std::span<std::int32_t> backward_counters(void* workspace) noexcept {
+  static_assert(core::WorkspacePlan::kAlignment + sizeof(std::int32_t) * kNumTileCounters <=
+                kBackwardCountersBytes);
+  return {reinterpret_cast<std::int32_t*>(core::WorkspacePlan::align(workspace)), kNumTileCounters};
+}
+
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   MoeShape const& s = desc.shape;
   std::int64_t const slots = desc.num_slots(), n = s.intermediate;
@@ -172,7 +178,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   bool const whole = pass == Pass::backward;
   core::WorkspacePlan plan;
   BackwardPlan out;
-  out.counters = plan.add<std::int32_t>(kNumTileCounters);
+  out.counters = plan.add<std::int32_t>(kNumTileCounters);  // first: backward_counters()
   bool const terms = core::has_fp32_router(desc);
   if (routed && !terms) out.rounded = plan.add<std::uint16_t>(logits);
   std::int64_t const packed = routed ? static_cast<std::int64_t>(plan_packed(desc).bytes) : 0;

@@ -84,6 +84,20 @@ struct RouteArguments {
   HostSignal host;
 };
 
+/// Rows of this rank's tokens that do not lie in its window yet.
+struct CallerRows {
+  char const* gmem = nullptr;  ///< [tokens,d] bf16 at a multiple of 16 bytes; null: they lie there
+  std::int64_t pitch = 0;      ///< bytes from row to row, a multiple of 16
+};
+/// Most bytes of rows that dispatch copies. cudaMemcpyAsync has more in flight, and its launch is paid for with more.
+constexpr std::int64_t kMostCopiedBytes = std::int64_t{8} << 20;
+
+/// Words that dispatch sets to 0 for a kernel behind it.
+struct ZeroedWords {
+  std::int32_t* gmem = nullptr;
+  std::int32_t count = 0;
+};
+
 struct DispatchArguments {
   ExchangeArguments exchange;  // without gmem_scores and gmem_pool
   RowTables tables;            // of the rows to pull
@@ -94,6 +108,9 @@ struct DispatchArguments {
   char* gmem_second_rows;  // out, the same of second_x; or null
   std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots
   bool gathered = false;  // rows and second_rows are [ranks*max_tokens,d]: gathered_row(), once
+  /// Where they do not lie in the window, dispatch copies them there; with gmem_rows alone.
+  CallerRows x = {}, second_x = {};
+  ZeroedWords zeroed = {};  // with gmem_rows alone
   /// Out: the tables of a layer of `capacity` grouped rows, whose gather_index says where their
   /// tokens lie in `rows`; without addresses none are wanted.
   RoutingView routing = {};

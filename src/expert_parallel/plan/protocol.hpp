@@ -310,6 +310,10 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t sum_draws(std::uint32_t epoch) const {
     return bank(epoch) + 5 * kWordStride;
   }
+  /// Counts the CTAs of dispatch that have copied their part of the caller's rows into the window.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t copied(std::uint32_t epoch) const {
+    return bank(epoch) + 6 * kWordStride;
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t arrived(std::uint32_t epoch,
                                                               std::int64_t block) const {
     return bank(epoch) + kCounters * kWordStride + 4 * block;
@@ -327,7 +331,7 @@ struct LocalLayout {
   }
 
  private:
-  static constexpr std::int64_t kCounters = 6;
+  static constexpr std::int64_t kCounters = 7;
   std::int64_t experts_, max_blocks_;
 };
 

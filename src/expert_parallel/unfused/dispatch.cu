@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch: the rows that this rank's experts have to multiply, from the windows of all ranks.
-//   staged   one thread says to all ranks that this rank's rows lie in its window
+//   staged   one thread says to all ranks that this rank's rows lie in its window. Rows that the caller has elsewhere
+//            all threads copy there before; the last CTA that has done so says it
 //   tables   all threads copy them, note which pairs have rows, and clear the next pass's counters; then every CTA
 //            awaits what all ranks say
 //   pull     warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
@@ -8,9 +9,12 @@
 //   gathered a token is stored once, for GEMMs that gather rows: two warps of a CTA pull those of this rank, at the
 //            speed of its memory, while the others pull those of the peers, at that of the link
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
-// Memory   x and second_x were written before this kernel; bulk copies read them after a proxy fence behind staged
-// Requires hidden % 8 == 0. CTA 0 waits for nobody before it speaks, so CTAs need not all be resident
+// Memory   x and second_x were written before this kernel, or by its threads, whose CTAs count [copied]; bulk copies
+//          read them after a proxy fence behind staged
+// Requires hidden % 8 == 0. Nobody waits before this rank has spoken, but where rows are copied CTAs that wait keep
+//          their SMs: all others have to get one, so there are no more CTAs than SMs
 #include "cuda/arch/dynamic_shared.cuh"
+#include "cuda/arch/load_global.cuh"
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "cuda/host/launch.hpp"
@@ -45,6 +49,57 @@ __device__ void say_staged(DispatchArguments const& p, std::uint32_t epoch) {
       peer.signal(exchange.window.second_staged_word(exchange.rank), epoch);
     }
   }
+}
+
+// Copies the caller's rows to their places in this rank's window, 16 bytes a lane at a time, kAtOnce of them in flight.
+// Warps with the same number in all CTAs come before the next ones, so that few rows are copied by all SMs, too.
+__device__ void copy_to_window(DispatchArguments const& p) {
+  constexpr int kAtOnce = 4;
+  ExchangeArguments const& exchange = p.exchange;
+  int const pieces_of_row = exchange.shape.hidden / 8;
+  int const pieces = exchange.tokens * pieces_of_row;  // of kMostCopiedBytes
+  int const first_pieces = p.x.gmem != nullptr ? pieces : 0;
+  int const all = first_pieces + (p.second_x.gmem != nullptr ? pieces : 0);
+  int const ctas = static_cast<int>(gridDim.x), threads = ctas * kThreads;
+  int const worker = (arch::warp_idx() * ctas + static_cast<int>(blockIdx.x)) * arch::kWarpThreads +
+                     arch::lane_idx();
+  for (int begin = worker; begin < all; begin += kAtOnce * threads) {
+    uint4 values[kAtOnce];
+    char* to[kAtOnce];
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const number = begin + i * threads;
+      bool const is_second = number >= first_pieces;
+      int const piece = is_second ? number - first_pieces : number;
+      int const row = piece / pieces_of_row, column = piece - row * pieces_of_row;
+      CallerRows const& rows = is_second ? p.second_x : p.x;
+      values[i] = arch::load_streaming_16(rows.gmem + row * rows.pitch + std::int64_t{16} * column,
+                                          number < all);
+      to[i] = own_window(exchange).place(is_second ? exchange.window.second_x_row(0)
+                                                   : exchange.window.x_row(0)) +
+              std::int64_t{16} * piece;
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (begin + i * threads < all) *reinterpret_cast<uint4*>(to[i]) = values[i];
+    }
+  }
+}
+
+// Has the rows of this rank's tokens in its window, and says so to all ranks. Called by all threads.
+__device__ void stage(DispatchArguments const& p, std::uint32_t epoch) {
+  ExchangeArguments const& exchange = p.exchange;
+  bool speaks = blockIdx.x == 0;
+  if (p.x.gmem != nullptr || p.second_x.gmem != nullptr) {
+    copy_to_window(p);
+    arch::fence_proxy_async_global();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      std::uint32_t* const copied = word_of(exchange.gmem_local, exchange.local.copied(epoch));
+      speaks = arch::count_acq_rel_gpu(copied, 1) + 1 == gridDim.x;
+    }
+  }
+  if (speaks && threadIdx.x == 0) say_staged(p, epoch);
 }
 
 // Awaits what this launch brings of a rank, which may bring both by one launch or each by its own.
@@ -244,6 +299,7 @@ __device__ void write_tables(DispatchArguments const& p, std::int64_t thread, st
                              int rows) {
   ExchangeArguments const& exchange = p.exchange;
   std::int64_t const pairs = std::int64_t{exchange.tokens} * exchange.shape.max_top_k;
+  if (thread < p.zeroed.count) p.zeroed.gmem[thread] = 0;
   for (std::int64_t i = thread; i < pairs; i += threads) {
     bool const routed = is_expert(exchange, exchange.gmem_topk_ids[i]);
     p.gmem_slot_of_pair[i] = routed ? static_cast<std::int32_t>(i) : -1;
@@ -268,9 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int const warp = thread / arch::kWarpThreads;
   int const lane = thread % arch::kWarpThreads;
   bool const begins = p.gmem_rows != nullptr;  // else the rest of a pass that has begun
-  if (blockIdx.x == 0 && thread == 0) {
-    say_staged(p, epoch);
-  }
+  stage(p, epoch);
   if (lane == 0) {
     for (arch::Mbarrier& full : smem.ring[warp].full) arch::mbarrier_init(&full, 1);
     arch::mbarrier_fence_init();
@@ -310,6 +364,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
                             cudaEvent_t begun) {
   if (args.exchange.shape.hidden % 8 != 0) return cudaErrorInvalidValue;
+  bool const copies = args.x.gmem != nullptr || args.second_x.gmem != nullptr;
+  if ((copies || args.zeroed.count > 0) && args.gmem_rows == nullptr) return cudaErrorInvalidValue;
   cudaError_t const error =
       cuda::host::allow_shared_memory<dispatch>(static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;

@@ -35,41 +35,62 @@ def _aligned(size: int) -> int:
 
 
 class Tables(NamedTuple):
-    """DispatchTables of expert_parallel.hpp, views of one tensor [rows + spare,5] int32 (`memory`)."""
+    """DispatchTables of expert_parallel.hpp."""
 
     expert_offsets: torch.Tensor
     row_origins: torch.Tensor
     row_scores: torch.Tensor
 
     @staticmethod
-    def spare(experts: int) -> int:
-        """Rows of the memory beyond those of the tables. experts: of this rank."""
-        return -(-(_aligned(4 * (experts + 1)) + 2 * ALIGNMENT) // 20)
-
-    @staticmethod
-    def rows(memory: torch.Tensor, experts: int) -> int:
-        """Rows that the tables in such a tensor are of."""
-        return memory.shape[0] - Tables.spare(experts)
-
-    @staticmethod
-    def places(rows: int) -> tuple[int, int, int]:
-        """Where expert_offsets, row_origins and row_scores begin, in bytes."""
-        scores = _aligned(16 * rows)
-        return scores + _aligned(4 * rows), 0, scores
-
-    @staticmethod
-    def within(memory: torch.Tensor, experts: int) -> "Tables":
-        """The tables in such a tensor."""
-        rows, words = Tables.rows(memory, experts), memory.view(-1)
-        offsets, origins, scores = [place // 4 for place in Tables.places(rows)]
-        return Tables(words[offsets:offsets + experts + 1], words[origins:origins + 4 * rows].view(rows, 4),
-                      words[scores:scores + rows].view(torch.float32))
-
-    @staticmethod
     def empty(session, rows: int, like: torch.Tensor) -> "Tables":
         """New ones of that many rows."""
         experts = session.desc.experts // session.desc.ranks
-        return Tables.within(like.new_empty((rows + Tables.spare(experts), 5), dtype=torch.int32), experts)
+        return Saved(like.new_empty(Saved.shape(rows, experts, 0), dtype=torch.int32), experts).tables()
+
+
+class Saved(NamedTuple):
+    """What a pass in one launch leaves for backward, as one tensor: the tables of its rows and, where it is saved, h,
+    of 16-bit elements. memory: [rows + spare,5 + half of h's columns] int32; experts: of this rank."""
+
+    memory: torch.Tensor
+    experts: int
+
+    @staticmethod
+    def _spare(experts: int) -> int:
+        """Rows of the memory beyond those of the pass."""
+        return -(-(_aligned(4 * (experts + 1)) + 2 * ALIGNMENT) // 20)
+
+    @staticmethod
+    def shape(rows: int, experts: int, columns: int) -> tuple[int, int]:
+        """Of the memory. columns: of h, an even number, 0 where h is not saved."""
+        return rows + Saved._spare(experts), 5 + columns // 2
+
+    @staticmethod
+    def places(rows: int, experts: int) -> dict[str, int]:
+        """Where each tensor begins, in bytes."""
+        scores = _aligned(16 * rows)
+        offsets = scores + _aligned(4 * rows)
+        return {"expert_offsets": offsets, "row_origins": 0, "row_scores": scores,
+                "h": offsets + _aligned(4 * (experts + 1))}
+
+    def rows(self) -> int:
+        """Rows that have memory."""
+        return self.memory.shape[0] - Saved._spare(self.experts)
+
+    def tables(self) -> Tables:
+        """Views of the memory."""
+        rows, words = self.rows(), self.memory.view(-1)
+        offsets, origins, scores, _ = [place // 4 for place in Saved.places(rows, self.experts).values()]
+        return Tables(words[offsets:offsets + self.experts + 1], words[origins:origins + 4 * rows].view(rows, 4),
+                      words[scores:scores + rows].view(torch.float32))
+
+    def h(self, dtype: torch.dtype) -> torch.Tensor:
+        """[rows,columns], a view of the memory; empty where it is not saved."""
+        rows, half = self.rows(), self.memory.shape[1] - 5
+        if not half:
+            return self.memory.new_empty(0, dtype=dtype)
+        begin = Saved.places(rows, self.experts)["h"] // 4
+        return self.memory.view(-1)[begin:begin + rows * half].view(rows, half).view(dtype)
 
 
 class PreparedForward:
@@ -90,30 +111,31 @@ class PreparedForward:
                      "topk_weights": ((tokens, top_k), None, torch.float32), "o": (tuple(x.shape), None, x.dtype)}
         described |= {name: (tuple(weight.shape), None, weight.dtype)
                       for name, weight in zip(WEIGHTS, weights, strict=True) if weight is not None}
-        if training.save == "h":
-            described["h"] = (rows, weights[0].shape[1]), None, x.dtype
-        memory = (rows + Tables.spare(experts), 5), None, torch.int32
-        tables = {"expert_offsets": ((experts + 1,), None, torch.int32), "row_origins": ((rows, 4), None, torch.int32),
-                  "row_scores": ((rows,), None, torch.float32)}
-        for name, (shape, strides, dtype) in (described | tables).items():
+        columns = weights[0].shape[1] if training.save == "h" else 0
+        saved = {"expert_offsets": ((experts + 1,), None, torch.int32), "row_origins": ((rows, 4), None, torch.int32),
+                 "row_scores": ((rows,), None, torch.float32)}
+        if columns:
+            saved["h"] = (rows, columns), None, x.dtype
+        for name, (shape, strides, dtype) in (described | saved).items():
             # Strides of an empty tensor mean nothing.
             plain = strides is None or 0 in shape
             describe(name, getattr(args, name), shape, contiguous_strides(shape) if plain else strides, dtype, device)
         written = Written(f"fill(x, topk_ids, topk_weights, {', '.join(WEIGHTS)})",
                           words=memoryview(args).cast("B").cast("Q"))
-        h = described.get("h", ((0,), None, x.dtype))
-        for name, (shape, _, dtype) in {"tables": memory, "o": described["o"], "h": h}.items():
-            written.make(name, maker(shape, contiguous_strides(shape), dtype, device))
-        written.line("begin = tables.data_ptr()")
-        for name, place in zip(tables, Tables.places(rows), strict=True):
-            written.line(f"words[{field_word(ForwardArgs, name)}] = begin + {place}")
+        memory = Saved.shape(rows, experts, columns)
+        written.make("memory", maker(memory, contiguous_strides(memory), torch.int32, device))
+        written.make("o", maker(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device))
+        written.line("begin = memory.data_ptr()")
+        places = Saved.places(rows, experts)
+        for name in saved:
+            written.line(f"words[{field_word(ForwardArgs, name)}] = begin + {places[name]}")
         for name in described:
             written.line(f"words[{field_word(ForwardArgs, name)}] = {name}.data_ptr()")
-        written.line("return tables, o, h")
+        written.line("return memory, o")
         self.fill = written.function()
 
     def run(self, session, inputs: tuple) -> tuple:
-        """(memory of the tables, o, h), h empty if it is not saved. inputs: x, topk_ids, topk_weights and WEIGHTS."""
+        """(memory of what is saved, o). inputs: x, topk_ids, topk_weights and WEIGHTS."""
         results = self.fill(*inputs)
         code = sessions.load().tessera_expert_parallel_forward(session.handle, self.address, session.stream())
         if code:
@@ -143,11 +165,11 @@ def _bytes(shape: tuple, dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _written_fill(fields: list, scratch: _Places, tables: dict, made: dict, gradients: list):
-    """fill(memory of the tables, d_o, x, topk_ids, h, WEIGHTS): writes all addresses and returns (memory that the pass
-    needs, gradients). fields: as PreparedBackward._fields gives them; tables: where they begin in their memory; made:
-    results and scratch memory, of `maker`; gradients: names of results, or None."""
-    written = Written(f"fill(memory, d_o, x, topk_ids, h, {', '.join(WEIGHTS)})")
+def _written_fill(fields: list, scratch: _Places, saved: dict, made: dict, gradients: list):
+    """fill(memory of what is saved, d_o, x, topk_ids, WEIGHTS): writes all addresses and returns (memory that the pass
+    needs, gradients). fields: as PreparedBackward._fields gives them; saved: Saved.places; made: results and scratch
+    memory, of `maker`; gradients: names of results, or None."""
+    written = Written(f"fill(memory, d_o, x, topk_ids, {', '.join(WEIGHTS)})")
     for name, how in made.items():
         written.make(name, how)
     words, in_scratch, elsewhere = {}, [], {}
@@ -166,10 +188,10 @@ def _written_fill(fields: list, scratch: _Places, tables: dict, made: dict, grad
         last[0] = begin
 
     last = [0]  # torch's allocator often gives the same memory again
-    written.line("begin, t = scratch.data_ptr(), memory.data_ptr()", last=last, move=move)
+    written.line("begin, m = scratch.data_ptr(), memory.data_ptr()", last=last, move=move)
     written.line("if begin != last[0]: move(begin)")
     for name, places in elsewhere.items():
-        address = f"t + {tables[name]}" if name in tables else f"{name}.data_ptr()"
+        address = f"m + {saved[name]}" if name in saved else f"{name}.data_ptr()"
         written.line(" = ".join([*places, address]))
     # Scratch memory, and dx that nobody wants, live until all is enqueued that writes there.
     written.line(f"return (scratch, dx), ({', '.join(map(str, gradients))})")
@@ -179,20 +201,18 @@ def _written_fill(fields: list, scratch: _Places, tables: dict, made: dict, grad
 class PreparedBackward:
     """A backward pass of rows that a forward pass has named in its tables.
 
-    saved: x, topk_ids, h (empty: it is made again) and the memory of the tables; weights: w_up, w_down, b_up, b_down.
+    h is made again where none is saved. weights: w_up, w_down, b_up, b_down.
     wanted: dx, dscores and gradients of weights, as GRADIENTS names them, None for each that nobody wants. x_apart:
     rows of x come on the side stream, as those that go back do with `side`. gathered: tokens come, each once, and the
     GEMMs gather rows.
     """
 
-    def __init__(self, session, d_o, saved: tuple, weights: tuple, *, wanted: tuple, over_h: bool, may_overflow: bool,
-                 side: bool, x_apart: bool, gathered: bool):
-        x, ids, h, memory = saved
+    def __init__(self, session, d_o, x, ids, saved: Saved, weights: tuple, *, wanted: tuple, over_h: bool,
+                 may_overflow: bool, side: bool, x_apart: bool, gathered: bool):
         _, dscores, *of_weights = wanted
         with_dscores, of_weights = dscores is not None, [name for name in of_weights if name is not None]
         desc, device = session.desc, x.device
-        experts = desc.experts // desc.ranks
-        rows = Tables.rows(memory, experts)
+        experts, rows, h = saved.experts, saved.rows(), saved.h(x.dtype)
         places, gathered_rows = (desc.ranks * desc.max_tokens, rows) if gathered else (rows, None)
         self.side, self.x_apart, self.gathered = side, x_apart, gathered
         self.places = None  # of d_o and x in the window
@@ -201,7 +221,7 @@ class PreparedBackward:
         scratch.room("routing", (4 * rows + experts + 1,), torch.int32)  # which dispatch writes
         # Descriptions are read off tensors: of scratch memory off views of some.
         views = scratch.views(torch.empty(scratch.bytes, dtype=torch.uint8, device=device))
-        tables = Tables.within(memory, experts)
+        tables = saved.tables()
         named = dict(zip(WEIGHTS, weights, strict=True))
         groups = (named["w_up"], None, named["w_down"], named["b_up"], None, named["b_down"])
         dh = h if over_h else views["dh"]
@@ -228,8 +248,7 @@ class PreparedBackward:
         made["scratch"] = maker((scratch.bytes,), (1,), torch.uint8, device)
         present = [name for name in WEIGHTS if named[name] is not None]
         self.fill = _written_fill(self._fields(of_weights, with_dscores, h.dim() == 2, over_h, present), scratch,
-                                  dict(zip(tables._asdict(), Tables.places(rows), strict=True)), made,
-                                  [wanted[0], None, *wanted[1:]])
+                                  Saved.places(rows, experts), made, [wanted[0], None, *wanted[1:]])
         self.args = self._all(session)
         self.address = addressof(self.args)
 
@@ -269,7 +288,7 @@ class PreparedBackward:
                                              "row_dscores": views.get("row_dscores")})[0]
 
     def _fields(self, wanted: list, with_dscores: bool, saves_h: bool, over_h: bool, weights: list) -> list:
-        """[(struct, field, what its address is of)]: a name of scratch memory, of the tables, or of a tensor."""
+        """[(struct, field, what its address is of)]: a name of scratch memory, of what is saved, or of a tensor."""
         second = ("second_x", "x"), ("second_rows", "second_rows")
         named = [(name, name) for name in Tables._fields]
         first = [("x", "d_o"), ("topk_ids", "topk_ids"), ("rows", "rows"), ("routing", "routing"), *named]
@@ -301,10 +320,10 @@ class PreparedBackward:
             args.side_stream = session.side_stream()
         return args
 
-    def run(self, session, memory, d_o, x, topk_ids, h, weights: list) -> tuple:
+    def run(self, session, memory, d_o, x, topk_ids, weights: list) -> tuple:
         """Gradients of x, topk_ids, topk_weights and WEIGHTS, None where nobody wants them."""
         # Scratch memory is free behind the call on the current stream.
-        needed, gradients = self.fill(memory, d_o, x, topk_ids, h, *weights)
+        needed, gradients = self.fill(memory, d_o, x, topk_ids, *weights)
         stream = session.stream()
         if self.x_apart:
             self._rows_apart(session, d_o, x, stream)

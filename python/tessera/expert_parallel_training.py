@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs, RouteArgs
-from tessera.expert_parallel_prepared import PreparedBackward, PreparedForward, Tables, gathers_tokens
+from tessera.expert_parallel_prepared import PreparedBackward, PreparedForward, Saved, Tables, gathers_tokens
 from tessera.expert_parallel_session import Session
 from tessera.ops.autograd import captures, direct, keeps_graph, plain_saving
 from tessera.ops.layer import GRADIENTS, prepared_forward, run_backward_input, run_backward_weights
@@ -170,8 +170,8 @@ def passes_like(session: Session, x, w_up, b_up) -> Alike:
 
 
 def _run_fused(session: Session, layer: int, alike: Alike, tensors: tuple) -> tuple:
-    """(memory of the tables, o, h, rows that have memory) of a forward pass in one launch; h is empty unless it is
-    saved. tensors: x, topk_ids, topk_weights, w_up, w_down, b_up, b_down."""
+    """(memory of what is saved, o, rows that have memory) of a forward pass in one launch. tensors: x, topk_ids,
+    topk_weights, w_up, w_down, b_up, b_down."""
     training = session.training
     count = training.max_rows
     if count is None:
@@ -180,9 +180,9 @@ def _run_fused(session: Session, layer: int, alike: Alike, tensors: tuple) -> tu
         count = _memory_after(tensors[1].numel() if last is None else last, training.row_limit)
     prepared = session.prepared((alike, count), lambda: PreparedForward(
         session, count, tensors[0], tensors[1].shape[1], tensors[3:]))
-    memory, o, h = prepared.run(session, tensors)
+    memory, o = prepared.run(session, tensors)
     session.passes_counted += 1
-    return memory, o, h, count
+    return memory, o, count
 
 
 def _launch(session: Session, options: tuple, x, topk_ids, topk_weights, weights: tuple, **saved) -> torch.Tensor:
@@ -214,12 +214,13 @@ def forward_saved(session: Session, layer, x, topk_ids, topk_weights, weights: t
         o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, session.training.save == "h")
     else:
         alike, tensors = passes_like(session, x, *weights[::2]), (x, topk_ids, topk_weights, *weights)
-        memory, o, h, _ = _run_fused(session, layer, alike, tensors)
+        memory, o, _ = _run_fused(session, layer, alike, tensors)
         if session.training.max_rows is None:
             _ask(session, layer)
             if not session.all_fit:  # now it is known for how many rows there has to be memory
-                memory, o, h, _ = _run_fused(session, layer, alike, tensors)
-        tables = _tables_in(session, memory)
+                memory, o, _ = _run_fused(session, layer, alike, tensors)
+        saved = _saved_in(session, memory)
+        tables, h = saved.tables(), saved.h(x.dtype)
     return o, SavedPass(x, topk_ids, topk_weights, h, *tables)
 
 
@@ -233,8 +234,8 @@ def backward_saved(session: Session, saved: SavedPass, d_o, weights: tuple, buff
     return dx, dscores
 
 
-def _tables_in(session: Session, memory: torch.Tensor) -> Tables:
-    return Tables.within(memory, session.desc.experts // session.desc.ranks)
+def _saved_in(session: Session, memory: torch.Tensor) -> Saved:
+    return Saved(memory, session.desc.experts // session.desc.ranks)
 
 
 class _Experts(torch.autograd.Function):
@@ -262,12 +263,12 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, session: Session, layer: int, alike: Alike, *tensors):
-        memory, o, h, count = _run_fused(session, layer, alike, tensors)
+        memory, o, count = _run_fused(session, layer, alike, tensors)
         number = None
         if session.training.max_rows is None:
             number = torch.tensor(session.passes_counted, device="cpu")
         x, topk_ids, topk_weights, *weights = tensors
-        ctx.save_for_backward(x, topk_ids, topk_weights if number is not None else None, h, memory, number, *weights)
+        ctx.save_for_backward(x, topk_ids, topk_weights if number is not None else None, memory, number, *weights)
         # Hooks on saved tensors may hand other strides back.
         ctx.made = session, layer, alike if plain_saving() else None, count
         return o
@@ -281,19 +282,19 @@ class _FusedExperts(torch.autograd.Function):
 def _gradients(ctx, d_o) -> tuple:
     """What the backward pass of _FusedExperts returns."""
     session, layer, alike, count = ctx.made
-    x, topk_ids, topk_weights, h, memory, number, *weights = ctx.saved_tensors
+    x, topk_ids, topk_weights, memory, number, *weights = ctx.saved_tensors
     d_o, needs = d_o.contiguous(), ctx.needs_input_grad
     if number is not None:
         _refuse_capture(x)
-    saved = x, topk_ids, h, memory
     if alike is None:
-        gradients = _backward_of_any(session, needs[3:], d_o, saved, weights, number is not None)
+        gradients = _backward_of_any(session, needs[3:], d_o, x, topk_ids, _saved_in(session, memory), weights,
+                                     number is not None)
     else:
         captured = x.is_cuda and captures()
-        over_h = h.dim() == 2 and not captured and not keeps_graph()
+        over_h = session.training.save == "h" and not captured and not keeps_graph()
         prepared = session.prepared((alike, count, needs, over_h, captured), lambda: _prepare_backward(
-            session, needs[3:], d_o, saved, weights, over_h, number is not None))
-        gradients = prepared.run(session, memory, d_o, x, topk_ids, h, weights)
+            session, needs[3:], d_o, x, topk_ids, _saved_in(session, memory), weights, over_h, number is not None))
+        gradients = prepared.run(session, memory, d_o, x, topk_ids, weights)
     if number is not None:
         count, all_fit = session.routed_rows(session.passes_counted - number.item())
         session.remember_rows(layer, count)
@@ -308,23 +309,21 @@ def _gradients(ctx, d_o) -> tuple:
 _once = once_differentiable(_gradients)
 
 
-def _backward_of_any(session: Session, needs: tuple, d_o, saved: tuple, weights, may_overflow: bool) -> tuple:
-    x, topk_ids, h, memory = saved
-    tables = _tables_in(session, memory)
+def _backward_of_any(session: Session, needs: tuple, d_o, x, topk_ids, saved: Saved, weights,
+                     may_overflow: bool) -> tuple:
+    tables, h = saved.tables(), saved.h(x.dtype)
     rows = _dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, may_overflow)
     return _run_backward(session, x, topk_ids, needs, *rows, tables, h, weights)
 
 
-def _prepare_backward(session: Session, needs: tuple, d_o, saved: tuple, weights, over_h: bool,
+def _prepare_backward(session: Session, needs: tuple, d_o, x, topk_ids, saved: Saved, weights, over_h: bool,
                       may_overflow: bool) -> PreparedBackward:
-    x, _, h, memory = saved
     names = "dx", "dscores", *_GRADIENT_OF
     wanted = tuple([name if needed else None for name, needed in zip(names, (needs[0], *needs[2:]), strict=True)])
-    rows = Tables.rows(memory, session.desc.experts // session.desc.ranks)
     return PreparedBackward(
-        session, d_o, saved, weights, wanted=wanted, over_h=over_h, may_overflow=may_overflow,
-        side=uses_side_stream(x) and any(needs[3:]), x_apart=_rows_of_x_apart(session, needs, x, h),
-        gathered=gathers_tokens(session, rows))
+        session, d_o, x, topk_ids, saved, weights, wanted=wanted, over_h=over_h, may_overflow=may_overflow,
+        side=uses_side_stream(x) and any(needs[3:]), x_apart=_rows_of_x_apart(session, needs, x, saved.h(x.dtype)),
+        gathered=gathers_tokens(session, saved.rows()))
 
 
 def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows, tables: Tables, h,

@@ -172,6 +172,7 @@ struct ExpertBackwardArgs {
   ExpertDispatchArgs const* dispatch = nullptr;
   Context const* context = nullptr;  ///< of moe_backward_input() and moe_backward_weights()
   MoeDesc const* input_desc = nullptr;
+  /// Its dscores, where they are row_dscores of `combine`, are scratch memory: what is there afterwards is not said.
   MoeBackwardArgs const* input = nullptr;
   MoeDesc const* weights_desc =
       nullptr;  ///< null, with `weights`: nobody wants gradients of weights
@@ -284,6 +285,8 @@ class TESSERA_EXPORT ExpertParallel {
  private:
   ExpertParallel(ExpertParallelDesc const& desc, Device device,
                  std::unique_ptr<expert_parallel::Session> session) noexcept;
+  Status combine_partials(ExpertCombineArgs const& args, float const* ds_partials,
+                          std::int32_t ds_groups, Stream stream) noexcept;
   Status dispatch_and_zero(ExpertDispatchArgs const& args, std::span<std::int32_t> zeroed,
                            Stream stream) noexcept;
   ExpertParallelDesc desc_;

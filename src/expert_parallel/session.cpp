@@ -395,7 +395,9 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
                       .results = {.gmem_slot_of_pair = regions.slot_of_pair.in(base),
                                   .gmem_scores = tensors.gmem_topk_weights,
                                   .gmem_o = static_cast<char*>(tensors.gmem_o),
-                                  .gmem_pair_dscores = tensors.gmem_dscores}},
+                                  .gmem_pair_dscores = tensors.gmem_dscores},
+                      .gmem_ds_partials = tensors.gmem_ds_partials,
+                      .ds_groups = tensors.ds_groups},
                      sms_of(tensors.sms, config_), native, static_cast<cudaEvent_t>(tensors.begun)),
       "launch of combine"));
   stage_ = Stage::none;

@@ -94,6 +94,8 @@ struct CombineTensors {
   void const* gmem_rows = nullptr;
   float const* gmem_topk_weights = nullptr;  // or null: rows are added as they are
   float const* gmem_row_dscores = nullptr;   // or null
+  float const* gmem_ds_partials = nullptr;   // in place of row_dscores, or null
+  std::int32_t ds_groups = 0;
   float* gmem_dscores = nullptr;
   void* gmem_o = nullptr;
   std::int32_t sms = 0;   // 0: all

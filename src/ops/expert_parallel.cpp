@@ -180,6 +180,20 @@ MoeDesc desc_of_rows(ExpertParallelDesc const& desc, std::int64_t rows) noexcept
   return out;
 }
 
+// True if combine() may add up what down_projection_dgrad leaves of the gradients of scores, which nobody else reads.
+// moe_backward_weights() may have the same workspace beside it, of which it must need the counters alone.
+bool combine_adds_up_scores(ExpertBackwardArgs const& args, bool same_workspace) noexcept {
+  MoeDesc const& desc = *args.input_desc;
+  MoeBackwardArgs const& input = *args.input;
+  if (same_workspace && cuda::workspace_bytes(*args.weights_desc, Pass::backward_weights, 0) >
+                            cuda::kBackwardCountersBytes) {
+    return false;
+  }
+  return args.context->cuda() != nullptr && desc.router.kind == RouterKind::given &&
+         !desc.quantises() && !input.weights.b_down.present() && input.dscores.present() &&
+         args.combine->row_dscores.data == input.dscores.data;
+}
+
 expert_parallel::PassTables pass_tables(DispatchTables const& tables, std::int64_t rows) noexcept {
   return {.gmem_expert_offsets = tables.expert_offsets.data,
           .gmem_row_origins = tables.row_origins.data,
@@ -402,6 +416,11 @@ Status ExpertParallel::dispatch_and_zero(ExpertDispatchArgs const& args,
 }
 
 Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noexcept {
+  return combine_partials(args, nullptr, 0, stream);
+}
+
+Status ExpertParallel::combine_partials(ExpertCombineArgs const& args, float const* ds_partials,
+                                        std::int32_t ds_groups, Stream stream) noexcept {
   TESSERA_TRY(check_training(desc_, "combine"));
   auto const tokens = tokens_of("o", args.o, desc_, desc_.hidden);
   if (!tokens.ok()) return tokens.status();
@@ -425,16 +444,20 @@ Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noe
   pass.output("o", args.o, DType::bf16, {tokens.value(), desc_.hidden});
   pass.aligned("o", args.o.data);
   TESSERA_TRY(pass.check.finish());
-  return session_->combine({.tokens = static_cast<std::int32_t>(tokens.value()),
-                            .tables = pass_tables(args.tables, rows.value()),
-                            .gmem_rows = args.rows.data,
-                            .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
-                            .gmem_row_dscores = static_cast<float const*>(args.row_dscores.data),
-                            .gmem_dscores = static_cast<float*>(args.dscores.data),
-                            .gmem_o = args.o.data,
-                            .sms = args.sms,
-                            .begun = args.begun},
-                           stream);
+  return session_->combine(
+      {.tokens = static_cast<std::int32_t>(tokens.value()),
+       .tables = pass_tables(args.tables, rows.value()),
+       .gmem_rows = args.rows.data,
+       .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
+       .gmem_row_dscores =
+           ds_partials == nullptr ? static_cast<float const*>(args.row_dscores.data) : nullptr,
+       .gmem_ds_partials = ds_partials,
+       .ds_groups = ds_groups,
+       .gmem_dscores = static_cast<float*>(args.dscores.data),
+       .gmem_o = args.o.data,
+       .sms = args.sms,
+       .begun = args.begun},
+      stream);
 }
 
 Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) noexcept {
@@ -445,7 +468,10 @@ Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) n
         "backward: context, input_desc, input and combine, and weights_desc beside weights; a "
         "pointer is null");
   }
+  bool const beside = args.side.native != nullptr;
   Buffer const workspace = args.input->workspace;
+  bool const same_workspace =
+      args.weights != nullptr && args.weights->workspace.data == workspace.data;
   std::span<std::int32_t> counters;  // which dispatch() clears
   if (args.dispatch != nullptr) {
     if (args.dispatch->x.present() && args.context->cuda() != nullptr &&
@@ -454,24 +480,25 @@ Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) n
     }
     TESSERA_TRY(dispatch_and_zero(*args.dispatch, counters, stream));
   }
-  TESSERA_TRY(
-      ops::backward_input(*args.context, *args.input_desc, *args.input, stream, !counters.empty()));
-  bool const beside = args.side.native != nullptr;
+  bool const cleared = !counters.empty(), adds_up = combine_adds_up_scores(args, same_workspace);
+  TESSERA_TRY(ops::backward_input(*args.context, *args.input_desc, *args.input, stream,
+                                  {.counters_are_zero = cleared, .adds_up_scores = adds_up}));
+  cuda::ScorePartials const partials =
+      adds_up ? cuda::score_partials(*args.input_desc, workspace.data) : cuda::ScorePartials{};
   if (beside) {
     ExpertCombineArgs combine_args = *args.combine;
     combine_args.begun = session_->begun();
     TESSERA_TRY(session_->fork(stream, args.side));
-    TESSERA_TRY(combine(combine_args, args.side));
+    TESSERA_TRY(combine_partials(combine_args, partials.gmem, partials.groups, args.side));
     TESSERA_TRY(session_->wait_until_begun(stream));
   } else {
-    TESSERA_TRY(combine(*args.combine, stream));
+    TESSERA_TRY(combine_partials(*args.combine, partials.gmem, partials.groups, stream));
   }
   Status const status =
       args.weights == nullptr
           ? Status()
-          : ops::backward_weights(
-                *args.context, *args.weights_desc, *args.weights, stream,
-                !counters.empty() && args.weights->workspace.data == workspace.data);
+          : ops::backward_weights(*args.context, *args.weights_desc, *args.weights, stream,
+                                  {.counters_are_zero = cleared && same_workspace});
   if (beside) TESSERA_TRY(session_->join(stream, args.side));  // with an error, too
   return status;
 }

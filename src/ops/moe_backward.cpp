@@ -364,21 +364,21 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
 }
 
 Status backward_on_cuda(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                        Pass pass, Stream stream, bool counters_are_zero) noexcept {
+                        Pass pass, Stream stream, cuda::SplitBackward split) noexcept {
   TESSERA_TRY(check_backward(context, desc, args, pass,
                              cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc))));
   return cuda::moe_backward(*context.cuda(), desc, args, view_tables(desc, args), pass, stream,
-                            counters_are_zero);
+                            split);
 }
 
 /// Checks, then calls run(backward) with the arrays of the pass; on a GPU: enqueues the pass.
 template <class Run>
 Status run_backward(Context const& context, MoeDesc const& given, MoeBackwardArgs const& args,
-                    Pass pass, Stream stream, bool counters_are_zero, Run&& run) noexcept {
+                    Pass pass, Stream stream, cuda::SplitBackward split, Run&& run) noexcept {
   TESSERA_TRY(ops::check_supported(context, given));
   MoeDesc const desc = ops::resolved(context, given);
   if (context.cuda() != nullptr) {
-    return backward_on_cuda(context, desc, args, pass, stream, counters_are_zero);
+    return backward_on_cuda(context, desc, args, pass, stream, split);
   }
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));
@@ -391,7 +391,7 @@ Status run_backward(Context const& context, MoeDesc const& given, MoeBackwardArg
 
 Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                     Stream stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward, stream, false, [](auto const& backward) {
+  return run_backward(context, desc, args, Pass::backward, stream, {}, [](auto const& backward) {
     backward.activations();
     backward.copy_dlogits();
     backward.down_weights();  // the last reader of a_scaled: dx rows may take its place
@@ -403,8 +403,8 @@ Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs
 }
 
 Status ops::backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                           Stream stream, bool counters_are_zero) noexcept {
-  return run_backward(context, desc, args, Pass::backward_input, stream, counters_are_zero,
+                           Stream stream, cuda::SplitBackward split) noexcept {
+  return run_backward(context, desc, args, Pass::backward_input, stream, split,
                       [](auto const& backward) {
                         backward.activations();
                         backward.copy_dlogits();
@@ -414,8 +414,8 @@ Status ops::backward_input(Context const& context, MoeDesc const& desc, MoeBackw
 
 Status ops::backward_weights(Context const& context, MoeDesc const& desc,
                              MoeBackwardArgs const& args, Stream stream,
-                             bool counters_are_zero) noexcept {
-  return run_backward(context, desc, args, Pass::backward_weights, stream, counters_are_zero,
+                             cuda::SplitBackward split) noexcept {
+  return run_backward(context, desc, args, Pass::backward_weights, stream, split,
                       [](auto const& backward) {
                         backward.down_weights();
                         backward.make_x();
@@ -426,12 +426,12 @@ Status ops::backward_weights(Context const& context, MoeDesc const& desc,
 
 Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                           Stream stream) noexcept {
-  return ops::backward_input(context, desc, args, stream, false);
+  return ops::backward_input(context, desc, args, stream, {});
 }
 
 Status moe_backward_weights(Context const& context, MoeDesc const& desc,
                             MoeBackwardArgs const& args, Stream stream) noexcept {
-  return ops::backward_weights(context, desc, args, stream, false);
+  return ops::backward_weights(context, desc, args, stream, {});
 }
 
 }  // namespace tessera

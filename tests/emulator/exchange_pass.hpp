@@ -69,11 +69,14 @@ struct Tables {
   RowTables addresses() const { return {offsets.get(), origins.get(), scores.get()}; }
 };
 
+constexpr int kPartials = 3;
+
 struct Kind {
-  bool second = false;   // two rows of each token
-  bool dscores = false;  // a float back for each row
-  bool saves = false;    // tables for later passes
-  bool tight = false;    // memory for the rows that there are, and no more
+  bool second = false;    // two rows of each token
+  bool dscores = false;   // a float back for each row
+  bool partials = false;  // the sum of kPartials of them
+  bool saves = false;     // tables for later passes
+  bool tight = false;     // memory for the rows that there are, and no more
   bool may_overflow = false;
   bool copied = false;    // rows lie outside of the window, which dispatch copies there
   bool apart = false;     // the second rows come by a launch of their own
@@ -90,7 +93,7 @@ struct Share {
   std::int64_t capacity;
   Tables saved;
   Memory<Bits> x, second_x, x_with_gaps, rows, second_rows, sent, o;
-  Memory<float> row_dscores, dscores;
+  Memory<float> row_dscores, ds_partials, dscores;
   Memory<std::int32_t> slot_of_pair, routing, zeroed;  // but for its last word
   std::uint64_t host_rows = 0;
 
@@ -107,6 +110,7 @@ struct Share {
         sent(capacity * exchange.shape.hidden),
         o(static_cast<std::int64_t>(x.size())),
         row_dscores(capacity),
+        ds_partials(kPartials * capacity),
         dscores(std::int64_t{exchange.shape.max_tokens} * exchange.shape.max_top_k),
         slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair),
         routing(exchange.shape.local_experts() + 1 + 4 * capacity, kNoPair),

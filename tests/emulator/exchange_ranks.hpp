@@ -310,15 +310,19 @@ class Ranks {
   }
   CombineArguments combine_arguments(Pass const& pass, int r) {
     Share& own = shares(pass, r);
-    return {.exchange = arguments(pass, r),
-            .tables = tables_of(pass, r),
-            .capacity = own.capacity,
-            .gmem_rows = reinterpret_cast<char const*>(own.sent.get()),
-            .gmem_dscores = pass.kind.dscores ? own.row_dscores.get() : nullptr,
-            .results = {.gmem_slot_of_pair = own.slot_of_pair.get(),
-                        .gmem_scores = weighs(pass) ? own.scores.data() : nullptr,
-                        .gmem_o = reinterpret_cast<char*>(own.o.get()),
-                        .gmem_pair_dscores = pass.kind.dscores ? own.dscores.get() : nullptr}};
+    return {
+        .exchange = arguments(pass, r),
+        .tables = tables_of(pass, r),
+        .capacity = own.capacity,
+        .gmem_rows = reinterpret_cast<char const*>(own.sent.get()),
+        .gmem_dscores = pass.kind.dscores && !pass.kind.partials ? own.row_dscores.get() : nullptr,
+        .results = {.gmem_slot_of_pair = own.slot_of_pair.get(),
+                    .gmem_scores = weighs(pass) ? own.scores.data() : nullptr,
+                    .gmem_o = reinterpret_cast<char*>(own.o.get()),
+                    .gmem_pair_dscores = pass.kind.dscores ? own.dscores.get() : nullptr},
+        .gmem_ds_partials =
+            pass.kind.dscores && pass.kind.partials ? own.ds_partials.get() : nullptr,
+        .ds_groups = kPartials};
   }
 
   // Before the first kernel of a pass: its rows in the window, nothing where results come, nor in tables.
@@ -364,7 +368,11 @@ class Ranks {
         own.sent[row * s_.hidden + i] =
             result(pass, r, row, own.rows[from + i], own.second_rows[from + i]);
       }
+      float* const partials = own.ds_partials.get() + kPartials * row;
       own.row_dscores[row] = dscore(pass, r, row);
+      partials[0] = own.row_dscores[row] - 5;
+      partials[1] = 2;
+      partials[2] = 3;
     }
   }
 

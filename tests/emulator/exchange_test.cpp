@@ -72,6 +72,7 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
     ranks.enqueue(forward);
     Pass& backward = ranks.make({.second = true,
                                  .dscores = true,
+                                 .partials = seed % 4 < 2,
                                  .saves = seed % 4 == 2,
                                  .tight = !odd,
                                  .copied = seed % 3 < 2,

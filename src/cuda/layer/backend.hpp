@@ -68,15 +68,26 @@ std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_
 /// Enqueue a call whose tensors were checked. Errors: device_error where a launch is refused.
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
                    RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept;
-/// pass: backward, backward_input or backward_weights. The tables are only read. counters_are_zero: no launch has to
-/// clear backward_counters().
+/// Says what the caller of a part of a split backward pass has done by kernels of its own.
+struct SplitBackward {
+  bool counters_are_zero = false;  ///< no launch has to clear backward_counters()
+  bool adds_up_scores = false;     ///< dscores are left as score_partials(), and not written
+};
+/// pass: backward, backward_input or backward_weights. The tables are only read.
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
                     RoutingView const& routing, Pass pass, Stream stream,
-                    bool counters_are_zero) noexcept;
+                    SplitBackward split) noexcept;
 /// The words of moe_backward's workspace that are 0 before its first kernel. Parts of a split pass on one workspace
 /// have the same words, and each counts in words of its own. They lie in its first kBackwardCountersBytes.
 std::span<std::int32_t> backward_counters(void* workspace) noexcept;
 inline constexpr std::size_t kBackwardCountersBytes = 512;
+/// [P,groups] fp32 by row in the workspace of backward_input: without b_down the gradient of a row's score is their
+/// sum, in their order, beginning with 0.
+struct ScorePartials {
+  float const* gmem = nullptr;
+  std::int32_t groups = 0;
+};
+ScorePartials score_partials(MoeDesc const& desc, void* workspace) noexcept;
 Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept;
 Status routing_of_groups(DeviceContext const& device, MoeDesc const& desc,

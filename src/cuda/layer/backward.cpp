@@ -61,7 +61,7 @@ int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArgument
 class Backward {
  public:
   Backward(MoeDesc const& desc, MoeBackwardArgs const& args, RoutingView const& routing, Pass pass,
-           bool counters_are_zero, Sequence& sequence) noexcept
+           SplitBackward split_by, Sequence& sequence) noexcept
       : desc_(desc),
         args_(args),
         routing_(routing),
@@ -70,6 +70,7 @@ class Backward {
         wanted_(wanted(desc, args, pass)),
         in_place_(wanted_.dx && rows_lie_in(desc, args.dx)),
         is_whole_(pass == Pass::backward),
+        split_(split_by),
         fp32_router_(core::has_fp32_router(desc)),
         sequence_(sequence) {
     bool const split = pass != Pass::backward;
@@ -94,7 +95,7 @@ class Backward {
     if (desc.quantises()) experts_.up_wgrad.left = x();
     if (wanted_.dx && routed()) w_router_ = router_of_dx();
     if (wanted_.dx) put_router_part_in_rows();
-    if (!counters_are_zero) clear_counters(plan_.counters.in(base_), sequence_);
+    if (!split_.counters_are_zero) clear_counters(plan_.counters.in(base_), sequence_);
     if (wanted_.dx && fp32_router_) split_weights();
     if (in_place_ && !core::gathers_grouped_rows(desc)) {
       add_zero_tail(desc, routing, args.dx, sequence_);
@@ -138,7 +139,7 @@ class Backward {
       sequence_.select("router_dlogits",
                        RouterGradientArguments{dscores(), dlogits(routing_.topk_ids, gmem_dscores_),
                                                follows_down_wgrad_});
-    } else if (wanted_.dscores) {
+    } else if (wanted_.dscores && !split_.adds_up_scores) {
       add_dscores();
     }
     if (fp32_router_) split_dlogits();
@@ -470,6 +471,7 @@ class Backward {
   Wanted wanted_;
   bool in_place_;  ///< up_projection_dgrad writes dx
   bool is_whole_;
+  SplitBackward split_;
   bool fp32_router_;  ///< beside bf16: its GEMMs multiply terms (host/split_fp32.hpp)
   Sequence& sequence_;
   BackwardArguments experts_;
@@ -485,13 +487,13 @@ class Backward {
 
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
                     RoutingView const& routing, Pass pass, Stream stream,
-                    bool counters_are_zero) noexcept {
+                    SplitBackward split) noexcept {
   if (desc.quantises()) TESSERA_TRY(check_quantised(device.architecture(), desc, args, pass));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_backward"};
   Sequence sequence(device, stream);
-  Backward backward(desc, args, routing, pass, counters_are_zero, sequence);
+  Backward backward(desc, args, routing, pass, split, sequence);
   if (pass != Pass::backward_input) backward.dequantise_x();
   if (pass == Pass::backward_weights) {
     backward.round_saved_dlogits();

@@ -27,10 +27,11 @@ Status moe_forward(DeviceContext const&, MoeDesc const&, MoeForwardArgs const&, 
   return not_built();
 }
 Status moe_backward(DeviceContext const&, MoeDesc const&, MoeBackwardArgs const&,
-                    RoutingView const&, Pass, Stream, bool) noexcept {
+                    RoutingView const&, Pass, Stream, SplitBackward) noexcept {
   return not_built();
 }
 std::span<std::int32_t> backward_counters(void*) noexcept { return {}; }
+ScorePartials score_partials(MoeDesc const&, void*) noexcept { return {}; }
 Status route(DeviceContext const&, MoeDesc const&, RouteArgs const&, Stream) noexcept {
   return not_built();
 }

@@ -231,6 +231,12 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   return out;
 }
 
+ScorePartials score_partials(MoeDesc const& desc, void* workspace) noexcept {
+  BackwardPlan const plan = plan_backward(desc, Pass::backward_input);
+  return {plan.ds_partials.in(core::WorkspacePlan::align(workspace)),
+          static_cast<std::int32_t>(score_groups(desc.shape.intermediate))};
+}
+
 RoutePlan plan_route(MoeDesc const& desc) noexcept {
   MoeShape const& s = desc.shape;
   core::WorkspacePlan plan;

@@ -132,6 +132,9 @@ struct CombineArguments {
   char const* gmem_rows;      // [capacity,d] bf16
   float const* gmem_dscores;  // [capacity], to dscores of the windows; or null
   SlotResults results = {};   // without gmem_o the caller adds up the slots
+  /// In place of gmem_dscores, or null: [capacity,ds_groups], of each row's the sum.
+  float const* gmem_ds_partials = nullptr;
+  std::int32_t ds_groups = 0;
 };
 
 /// sm_count is the number of CTAs. Those of route wait for each other, so all must be resident: its launch is

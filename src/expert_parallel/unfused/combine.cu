@@ -29,6 +29,15 @@ struct Shared {
   CopyRing ring[kWarps];
 };
 
+// Returns the gradient of a row's score. The sum has the order and the bits of dscores_plain (src/cuda/plain).
+__device__ float dscore_of(CombineArguments const& p, std::int64_t row) {
+  if (p.gmem_dscores != nullptr) return p.gmem_dscores[row];
+  float const* const gmem_partials = p.gmem_ds_partials + row * p.ds_groups;
+  float sum = 0;
+  for (int group = 0; group < p.ds_groups; ++group) sum += gmem_partials[group];
+  return sum;
+}
+
 __device__ void push_rows(CombineArguments const& p, CopyRing& ring) {
   ExchangeArguments const& exchange = p.exchange;
   int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
@@ -51,9 +60,9 @@ __device__ void push_rows(CombineArguments const& p, CopyRing& ring) {
     std::int32_t const token = exchange.token_of(to.x);
     Peer const source = peer_of(exchange, to.y);
     std::int32_t const choice = static_cast<std::int32_t>(to.x) - token * exchange.shape.max_top_k;
-    if (p.gmem_dscores != nullptr) {
+    if (p.gmem_dscores != nullptr || p.gmem_ds_partials != nullptr) {
       std::int64_t const at = exchange.window.dscore(to.x);
-      *reinterpret_cast<float*>(source.store_if_local<OtherWay::kStaged>(at)) = p.gmem_dscores[row];
+      *reinterpret_cast<float*>(source.store_if_local<OtherWay::kStaged>(at)) = dscore_of(p, row);
     }
     return RowCopy{p.gmem_rows + row * row_bytes,
                    source.store_if_local<OtherWay::kStaged>(exchange.window.slot(token, choice)),

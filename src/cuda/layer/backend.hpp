@@ -76,7 +76,7 @@ struct SplitBackward {
 /// pass: backward, backward_input or backward_weights. The tables are only read.
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
                     RoutingView const& routing, Pass pass, Stream stream,
-                    SplitBackward split) noexcept;
+                    SplitBackward split = {}) noexcept;
 /// The words of moe_backward's workspace that are 0 before its first kernel. Parts of a split pass on one workspace
 /// have the same words, and each counts in words of its own. They lie in its first kBackwardCountersBytes.
 std::span<std::int32_t> backward_counters(void* workspace) noexcept;

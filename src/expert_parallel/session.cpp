@@ -109,9 +109,7 @@ Expected<CallerRows> stage_for_dispatch(StagedRows const& rows, std::int32_t tok
 }
 
 // Lets what `next` gets from now on wait for what `first` has. event: that no other pair of streams uses.
-Status order(std::int32_t device, void* event, Stream first, Stream next) noexcept {
-  DeviceScope const scope(device_calls(), device, ContextChoice::any_of_device);
-  TESSERA_TRY(scope.status());
+Status order(void* event, Stream first, Stream next) noexcept {
   auto* const native = static_cast<cudaEvent_t>(event);
   TESSERA_TRY(
       check(cudaEventRecord(native, static_cast<cudaStream_t>(first.native)), "cudaEventRecord"));
@@ -404,21 +402,15 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
   return {};
 }
 
-Status Session::fork(Stream stream, Stream side) noexcept {
-  return order(config_.device, forked_, stream, side);
-}
+Status Session::fork(Stream stream, Stream side) noexcept { return order(forked_, stream, side); }
 
 Status Session::wait_until_begun(Stream stream) noexcept {
-  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
-  TESSERA_TRY(scope.status());
   return check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.native),
                                    static_cast<cudaEvent_t>(begun_)),
                "cudaStreamWaitEvent");
 }
 
-Status Session::join(Stream stream, Stream side) noexcept {
-  return order(config_.device, done_, side, stream);
-}
+Status Session::join(Stream stream, Stream side) noexcept { return order(done_, side, stream); }
 
 Status Session::fault() const noexcept { return fault_status(host_->fault, config_.time_limit); }
 

@@ -127,7 +127,8 @@ class Session {
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago) noexcept;
   Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
   Status combine(CombineTensors const& tensors, Stream stream) noexcept;
-  /// With training. What a side stream gets from now on waits for what `stream` has.
+  /// Lets what the side stream gets from now on wait for what `stream` has. This and the next three need training, and
+  /// those that enqueue a DeviceScope of the caller.
   Status fork(Stream stream, Stream side) noexcept;
   /// The event that the next call on the side stream records once it has its SMs.
   [[nodiscard]] void* begun() const noexcept { return begun_; }

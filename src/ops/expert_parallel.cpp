@@ -468,6 +468,9 @@ Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) n
         "backward: context, input_desc, input and combine, and weights_desc beside weights; a "
         "pointer is null");
   }
+  expert_parallel::DeviceScope const scope(expert_parallel::device_calls(), device_.index,
+                                           expert_parallel::ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
   bool const beside = args.side.native != nullptr;
   Buffer const workspace = args.input->workspace;
   bool const same_workspace =

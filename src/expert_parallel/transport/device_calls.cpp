@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "cuda/host/current_context.hpp"
 #include "cuda/host/error_text.hpp"
 
@@ -12,9 +14,13 @@ namespace {
 using cuda::host::check;
 
 Expected<void*> use(std::int32_t device, ContextChoice choice) noexcept {
-  int devices = 0;
-  cudaError_t const error = cudaGetDeviceCount(&devices);
-  if (error != cudaErrorNoDevice) TESSERA_TRY(check(error, "cudaGetDeviceCount"));
+  static std::atomic<int> known = 0;  // no process sees fewer later
+  int devices = known.load(std::memory_order_relaxed);
+  if (device < 0 || device >= devices) {
+    cudaError_t const error = cudaGetDeviceCount(&devices);
+    if (error != cudaErrorNoDevice) TESSERA_TRY(check(error, "cudaGetDeviceCount"));
+    known.store(devices, std::memory_order_relaxed);
+  }
   if (device < 0 || device >= devices) {
     return Status::error(StatusCode::environment,
                          "device cuda:%d: this process sees %d; count from 0", device, devices);

@@ -37,6 +37,7 @@ struct Case {
   double sentinels = 0;              // fraction of the slots
   bool varies = false;               // 0 .. 2K slots per token, by token_offsets
   bool adds = false;                 // to what o holds
+  int64_t adds_every = 0;            // of so many tokens to the o of one; 0: of all
   int64_t o_padding = 0;             // elements between rows of o
   int64_t checked_tokens = 1 << 20;  // against fp64, from either end
 };
@@ -79,6 +80,10 @@ __global__ void fill_o(Element* gmem_o, int64_t hidden, int64_t pitch) {
   }
 }
 
+bool adds_to_o(Case const& c, int64_t token) {
+  return c.adds && (c.adds_every == 0 || token % c.adds_every == 0);
+}
+
 struct Routing {
   std::vector<int32_t> token_offsets, inverse_permutation;
   std::vector<float> scores;
@@ -118,7 +123,7 @@ template <class Element>
 ReferenceRow reference_row(Case const& c, Routing const& routing, int64_t token, int dropped = 0) {
   ReferenceRow row{std::vector<double>(c.hidden), std::vector<double>(c.hidden)};
   int64_t const begin = routing.token_offsets[token], end = routing.token_offsets[token + 1];
-  for (int64_t i = 0; c.adds && i < c.hidden; ++i) {
+  for (int64_t i = 0; adds_to_o(c, token) && i < c.hidden; ++i) {
     row.value[i] = widen(to_element<Element>(o_value(token, i)));
     row.bound[i] = std::abs(row.value[i]) * double(end - begin) * 0x1p-23;
   }
@@ -188,6 +193,9 @@ bool run(Case const& c) {
   require(cudaGetLastError(), "fill_y");
   DeviceBuffer const scores(routing.scores), offsets(routing.token_offsets);
   DeviceBuffer const inverse(routing.inverse_permutation);
+  std::vector<uint8_t> adds;
+  for (int64_t t = 0; t < c.tokens; ++t) adds.push_back(adds_to_o(c, t) ? 1 : 0);
+  DeviceBuffer const device_adds(adds);
   DeviceBuffer o(size_t(c.tokens) * (c.hidden + c.o_padding) * sizeof(Element));
 
   AggregateArguments const args{
@@ -198,6 +206,7 @@ bool run(Case const& c) {
       .gmem_o = o.as<void>(),
       .o_pitch = c.hidden + c.o_padding,
       .adds_to_o = c.adds,
+      .gmem_adds = c.adds_every != 0 ? device_adds.as<uint8_t>() : nullptr,
       .tokens = c.tokens,
       .hidden = c.hidden,
       .top_k = int32_t(c.top_k),
@@ -309,6 +318,22 @@ constexpr Case kCases[] = {
      .weighted = false,
      .sentinels = 0.2,
      .adds = true},
+    {.name = "added to o of some tokens",
+     .tokens = 200,
+     .top_k = 8,
+     .hidden = 1544,
+     .weighted = false,
+     .sentinels = 0.1,
+     .varies = true,
+     .adds = true,
+     .adds_every = 3},
+    {.name = "added to o of some tokens, two slots, rows not a multiple of 16 bytes",
+     .tokens = 35,
+     .top_k = 2,
+     .hidden = 101,
+     .weighted = false,
+     .adds = true,
+     .adds_every = 2},
     {.name = "added to o, rows not a multiple of 16 bytes",
      .tokens = 33,
      .top_k = 3,

@@ -20,6 +20,7 @@ struct RoundedCase {
   double kept = 0.8, added = 0.05;  // chances of a member, and of another expert
   double padding = 0;
   bool aux = false, all_outputs = true;
+  bool rows = false;  // dlogits by row, and the list of the tokens that these do not serve
 };
 
 inline constexpr std::int64_t kGroups = 3, kSpareSlots = 37;
@@ -79,43 +80,102 @@ inline RoundedData make_rounded_data(RoundedCase const& c) {
   return data;
 }
 
+// The tokens that are to be listed: a member has no row, or a softmax over all scores an expert that was added.
+inline std::vector<bool> listed_tokens(RoundedCase const& c, RoundedData const& data) {
+  bool const has_own_p = c.kind != RouterKind::topk_softmax;
+  std::vector<bool> out;
+  for (std::int64_t t = 0; t < c.tokens; ++t) {
+    auto const first = data.unrounded.begin() + t * c.top_k;
+    auto const slot = data.ids.begin() + data.offsets[static_cast<std::size_t>(t)];
+    auto const end = data.ids.begin() + data.offsets[static_cast<std::size_t>(t + 1)];
+    bool const drops = std::any_of(first, first + c.top_k, [&](std::int32_t id) {
+      return id >= 0 && std::find(slot, end, id) == end;
+    });
+    bool const adds = std::any_of(slot, end, [&](std::int32_t id) {
+      return std::find(first, first + c.top_k, id) == first + c.top_k;
+    });
+    out.push_back(drops || (adds && !has_own_p));
+  }
+  return out;
+}
+
 inline std::vector<RoundedCase> rounded_cases() {
-  return {{.name = "no tokens", .tokens = 0, .experts = 8, .top_k = 2},
-          {.name = "dropped and added", .tokens = 33, .experts = 64, .top_k = 8},
-          {.name = "nothing added", .tokens = 9, .experts = 40, .top_k = 4, .added = 0},
-          {.name = "no slots", .tokens = 5, .experts = 16, .top_k = 4, .kept = 0, .added = 0},
-          {.name = "more slots than lanes", .tokens = 6, .experts = 200, .top_k = 8, .added = 0.4},
-          {.name = "one expert of odd rows, aux, no dlogits",
-           .tokens = 11,
-           .experts = 37,
-           .top_k = 1,
-           .aux = true,
-           .all_outputs = false},
-          {.name = "padding, aux",
-           .tokens = 21,
-           .experts = 24,
-           .top_k = 3,
-           .padding = 0.4,
-           .aux = true},
-          {.name = "sigmoid",
-           .tokens = 17,
-           .experts = 48,
-           .top_k = 6,
-           .kind = RouterKind::sigmoid_bias},
-          {.name = "sigmoid, normalised",
-           .tokens = 17,
-           .experts = 48,
-           .top_k = 6,
-           .kind = RouterKind::sigmoid_bias,
-           .normalize = true,
-           .added = 0.2},
-          {.name = "sqrtsoftplus, normalised, many slots",
-           .tokens = 5,
-           .experts = 100,
-           .top_k = 32,
-           .kind = RouterKind::sqrtsoftplus,
-           .normalize = true,
-           .added = 0.5}};
+  std::vector<RoundedCase> cases = {
+      {.name = "no tokens", .tokens = 0, .experts = 8, .top_k = 2},
+      {.name = "dropped and added", .tokens = 33, .experts = 64, .top_k = 8},
+      {.name = "nothing added", .tokens = 9, .experts = 40, .top_k = 4, .added = 0},
+      {.name = "no slots", .tokens = 5, .experts = 16, .top_k = 4, .kept = 0, .added = 0},
+      {.name = "more slots than lanes", .tokens = 6, .experts = 200, .top_k = 8, .added = 0.4},
+      {.name = "one expert of odd rows, aux, no dlogits",
+       .tokens = 11,
+       .experts = 37,
+       .top_k = 1,
+       .aux = true,
+       .all_outputs = false},
+      {.name = "padding, aux",
+       .tokens = 21,
+       .experts = 24,
+       .top_k = 3,
+       .padding = 0.4,
+       .aux = true},
+      {.name = "sigmoid",
+       .tokens = 17,
+       .experts = 48,
+       .top_k = 6,
+       .kind = RouterKind::sigmoid_bias},
+      {.name = "sigmoid, normalised",
+       .tokens = 17,
+       .experts = 48,
+       .top_k = 6,
+       .kind = RouterKind::sigmoid_bias,
+       .normalize = true,
+       .added = 0.2},
+      {.name = "sqrtsoftplus, normalised, many slots",
+       .tokens = 5,
+       .experts = 100,
+       .top_k = 32,
+       .kind = RouterKind::sqrtsoftplus,
+       .normalize = true,
+       .added = 0.5},
+      {.name = "nothing dropped or added, padding",
+       .tokens = 37,
+       .experts = 32,
+       .top_k = 8,
+       .kept = 1,
+       .added = 0,
+       .padding = 0.2},
+      {.name = "few dropped, few added",
+       .tokens = 83,
+       .experts = 128,
+       .top_k = 8,
+       .kept = 0.98,
+       .added = 0.001},
+      {.name = "few of two experts of odd rows",
+       .tokens = 43,
+       .experts = 35,
+       .top_k = 2,
+       .kept = 0.9,
+       .added = 0.003},
+      {.name = "few of 1024 experts",
+       .tokens = 9,
+       .experts = 1024,
+       .top_k = 32,
+       .kept = 0.99,
+       .added = 0.0003},
+      {.name = "sigmoid, few dropped, few added",
+       .tokens = 50,
+       .experts = 96,
+       .top_k = 5,
+       .kind = RouterKind::sigmoid_bias,
+       .normalize = true,
+       .kept = 0.95,
+       .added = 0.004}};
+  for (std::size_t i = 0, count = cases.size(); i < count; ++i) {
+    if (cases[i].aux) continue;
+    cases.push_back(cases[i]);
+    cases.back().rows = true;
+  }
+  return cases;
 }
 
 }  // namespace tessera::routing_test

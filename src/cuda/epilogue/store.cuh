@@ -100,10 +100,19 @@ class StoreDeferred {
   }
 
   __device__ __forceinline__ void work(int piece) {
+    work(piece, [this](int row) { return int64_t{row_ + row} * p_.columns; });
+  }
+
+  __device__ __forceinline__ void drain() const {}
+
+ protected:
+  // first_of(row): where row `row` of the warp's 16 begins, in elements.
+  template <class FirstOf>
+  __device__ __forceinline__ void work(int piece, FirstOf&& first_of) {
     auto const held = rows_.take(piece);
     int const row = row_ + held.row;
     int const column = column_ + held.group * kGroupColumns + held.column;
-    bf16* const gmem = p_.gmem_d + int64_t{row} * p_.columns + column;
+    bf16* const gmem = p_.gmem_d + first_of(held.row) + column;
     TESSERA_UNROLL
     for (int slab = 0; slab < 2; ++slab) {
       uint4 const values = held.load(slab);
@@ -112,8 +121,6 @@ class StoreDeferred {
       }
     }
   }
-
-  __device__ __forceinline__ void drain() const {}
 
  private:
   template <int kG>

@@ -17,6 +17,7 @@ struct AggregateArguments {
   void* gmem_o;                             // (T,d), every element is written
   int64_t o_pitch;                          // elements from one row of o to the next
   bool adds_to_o;                           // the sum starts from what o holds, else from 0
+  uint8_t const* gmem_adds = nullptr;       // (T) or null: of tokens of 0 from 0 nevertheless
   int64_t tokens;                           // T, 0 allowed
   int64_t hidden;                           // d
   int32_t top_k;                            // K; with token_offsets the typical number of slots

@@ -69,7 +69,8 @@ struct RouterDlogitsArguments {
 };
 
 /// The same after token rounding, of routers without a softmax over all: the gradient also reaches experts of the top-k
-/// choice that were dropped, and experts that were added have scores of their own. row_dlogits is not served.
+/// choice that were dropped, and experts that were added have scores of their own. The plain kernel serves no
+/// row_dlogits.
 struct RoundedDlogitsArguments {
   RouterDlogitsArguments dlogits;     // of the slots that are left, with logits and token_offsets
   int32_t const* gmem_unrounded_ids;  // (T,K) the top-k choice
@@ -92,16 +93,19 @@ struct RoundDlogitsArguments {
   int64_t count;              // T*E
 };
 
-/// dx_t = rnd(dl_t w_router).
+/// dx_t = rnd(dl_t w_router), of all tokens or of those that are listed.
 struct RouterDgradArguments {
   void const* gmem_dlogits;    // (T,E,terms) bf16
   MatrixRows w_router;         // (E,terms,d) as rows
-  void* gmem_dx;               // (T,d) bf16, every element is written
+  void* gmem_dx;               // (T,d) bf16, every element of these tokens is written
   int64_t dx_pitch;            // elements from one row of dx to the next
   int64_t tokens, hidden;      // T, d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
   int32_t terms = 1;  // of the product of a dlogit and a row of w_router (host/split_fp32.hpp)
+  int32_t const* gmem_tokens = nullptr;   // (T) the tokens, each once; null: all
+  int32_t const* gmem_offsets = nullptr;  // {0, how many of gmem_tokens}, read with it
+  bool starts_early = false;  // while the previous kernel of the stream ends; with gmem_tokens
 };
 
 /// dw_router[e,c] = sum over tokens t, ascending, of dl[t,e] * x[t,c]; first inside chunks of tokens, then over the

@@ -9,10 +9,20 @@
 
 namespace tessera::cuda {
 
+/// Lists the tokens of which an expert without a row of theirs may have a dlogit: one that was dropped, or any, where a
+/// softmax over all scores an expert that was added. Their row_dlogits are 0, and router_dgrad makes their part of dx.
+struct ListedTokens {
+  int32_t* gmem_tokens = nullptr;     // (T) in any order
+  int32_t* gmem_offsets = nullptr;    // {0, how many}, of which the second is written
+  uint8_t* gmem_is_listed = nullptr;  // (T) 1 or 0
+  uint32_t* gmem_counters = nullptr;  // two words, 0 before and after every launch
+};
+
 /// Both, from the partial sums to dlogits; `rounded` reads the dscores that `dscores` makes.
 struct RoundedGradientArguments {
   DscoresArguments dscores;
   RoundedDlogitsArguments rounded;
+  ListedTokens listed;        // with row_dlogits, which only the fast kernel serves
   bool starts_early = false;  // while the previous kernel of the stream ends
 };
 

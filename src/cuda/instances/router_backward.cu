@@ -7,8 +7,10 @@ namespace tessera::cuda {
 
 cudaError_t launch_router_dgrad(RouterDgradArguments const& args, int sm_count,
                                 cudaStream_t stream) {
-  return args.tokens == 0 ? cudaSuccess
-                          : launch_router_dgrad_config<RouterDgradConfig>(args, sm_count, stream);
+  if (args.tokens == 0) return cudaSuccess;
+  return args.gmem_tokens != nullptr
+             ? launch_router_dgrad_listed_config<RouterDgradListedConfig>(args, sm_count, stream)
+             : launch_router_dgrad_config<RouterDgradConfig>(args, sm_count, stream);
 }
 
 namespace {

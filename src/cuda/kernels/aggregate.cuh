@@ -2,7 +2,7 @@
 // aggregate: o_t = rnd([o_t +] sum over slots j of token t, ascending, of s_j * y[inverse_permutation[j]]).
 // Shapes   y (R,d), o (T,d) bf16 or fp32; s (P) fp32 or absent (then 1); inverse_permutation (P);
 //          slots of t are [t*K, (t+1)*K), or [token_offsets[t], token_offsets[t+1])
-// Work     2*R*d FLOP (R*d without scores); bytes R*d + T*d (2*T*d where it adds to o) elements and 8*P (4*P);
+// Work     2*R*d FLOP (R*d without scores); bytes R*d + T*d (up to 2*T*d where it adds to o) elements and 8*P (4*P);
 //          memory bound
 // Schedule a warp per (token, `slices` slices of 32 lanes * 16 bytes), those of a token side by side
 //   lanes      load 32 slots' rows and scores, one each, and hand them round by shuffle
@@ -127,11 +127,12 @@ __device__ __forceinline__ void aggregate_part(AggregateArguments const& p, int6
   int64_t const begin = varies ? p.gmem_token_offsets[token] : token * p.top_k;
   int64_t const end = varies ? p.gmem_token_offsets[token + 1] : begin + p.top_k;
   auto* const gmem_o = static_cast<Element*>(p.gmem_o) + token * p.o_pitch + column;
+  bool const adds_to_o = p.adds_to_o && (p.gmem_adds == nullptr || p.gmem_adds[token] != 0);
   float sum[kSlices][Vector::kElements] = {};
   TESSERA_UNROLL
   for (int s = 0; s < kSlices; ++s) {
     int const c = s * kAggregateSlice<Element>;
-    if (p.adds_to_o && column + c < p.hidden) {
+    if (adds_to_o && column + c < p.hidden) {
       Vector::add(sum[s], *reinterpret_cast<uint4 const*>(gmem_o + c), 1.0f);
     }
   }

@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_dlogits_rounded: router_dlogits (router_dlogits.cuh) after token rounding. dl reaches members of the top-k
 //                 choice that were dropped, and experts that were added have scores of their own
-//                 (plain/router_dlogits.cu).
-// Shapes   partials (P,groups) fp32, ds (P) fp32, top-k choice (T,K), dl (T,E) as bf16, fp32 or both
+//                 (plain/router_dlogits.cu). With row_dlogits a token's dl goes to its rows; tokens of which an expert
+//                 without a row may have one are listed instead, and row_dlogits of their rows are 0.
+// Shapes   partials (P,groups) fp32, ds (P) fp32, top-k choice (T,K), dl (T,E) as bf16, fp32 or both; row_dlogits (P)
+//          fp32, tokens listed (T) int32
 // Work     reads 4*P*groups + 12*P + 8*T*K (of tokens with an added expert 4E more), writes 4*P + 2TE (6TE)
-// Schedule a warp per token: lane k has member k of its top-k choice and, 32 at a time, slot k. What slots say of
-//          experts, and the row of dl, lie in shared memory by expert
+//          [, 4*P + T row_dlogits and flags]
+// Schedule a warp has as many tokens as their members fit into its lanes: kLanes lanes a token, of which lane k has
+//          member k and slot k. Where nothing was added, that is all. The whole warp has the other tokens, one after
+//          the other, slots 32 at a time, and what they say of experts in shared memory by expert. Then it stores the
+//          rows of dl, collected there
+//   list   a warp draws places for its tokens; the last CTA that comes says how many there are. Their order differs
+//          from run to run, and no bit of a row of router_dgrad depends on its place
 // Numerics as router_dlogits
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
@@ -14,7 +21,6 @@
 
 #include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
-#include "../arch/launch_bounds.cuh"
 #include "../arch/warp.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_dlogits_rounded.hpp"
@@ -26,9 +32,13 @@ namespace tessera::cuda {
 
 struct RouterDlogitsRoundedConfig {
   static constexpr int kWarps = 4;
+  static constexpr int kCtasPerSm = 10;  // 48 registers, none spilled
+  static constexpr int kFewestLanes = 4;
+  static constexpr int kWarpExperts = 1024;  // of all tokens of a warp: 4 KB of shared memory
 };
 
-// The slots of a token by the lanes of its warp, 32 at a time, all of which call these functions.
+// The slots of a token by the lanes of its warp, 32 at a time, all of which call these functions. Their dscores are
+// there.
 class RoundedSlots {
  public:
   struct Slot {
@@ -37,36 +47,30 @@ class RoundedSlots {
     float score = 0, ds = 0;
   };
 
-  __device__ RoundedSlots(RoundedGradientArguments const& params, int64_t token, int member)
-      : p_(params.rounded.dlogits),
-        dscores_(params.dscores),
+  __device__ RoundedSlots(RouterDlogitsArguments const& p, int token, int member)
+      : p_(p),
         member_(member),
         first_(p_.gmem_token_offsets[token]),
-        end_(p_.gmem_token_offsets[token + 1]) {}
+        end_(p_.gmem_token_offsets[token + 1]),
+        kept_(read(first_)) {}
 
-  // Makes the dscores; visit(slot) for every slot.
-  template <class Visit>
-  __device__ __forceinline__ void score(Visit&& visit) {
-    for (int64_t base = first_; base < end_; base += arch::kWarpThreads) {
-      int64_t const at = base + arch::lane_idx();
-      bool const exists = at < end_;
-      int64_t const row = exists ? dscores_.gmem_inverse_permutation[at] : -1;
-      Slot slot = without_ds(at);
-      slot.ds = dscore_of_lane(dscores_, at, exists, row);
-      kept_ = slot;
-      visit(slot);
-    }
-    __syncwarp();  // dscores of more slots than one each are read again
-  }
-  // visit(slot) once more.
+  // visit(slot) for every slot.
   template <class Visit>
   __device__ __forceinline__ void for_each(Visit&& visit) const {
-    for (int64_t base = first_; base < end_; base += arch::kWarpThreads) visit(slots_from(base));
+    for (int base = first_; base < end_; base += arch::kWarpThreads) visit(slots_from(base));
+  }
+  // visit(slot, row) where it has one, else -1.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_row(Visit&& visit) const {
+    for (int base = first_; base < end_; base += arch::kWarpThreads) {
+      int const at = base + arch::lane_idx();
+      visit(slots_from(base), at < end_ ? p_.gmem_inverse_permutation[at] : -1);
+    }
   }
   // sum over the added experts j of score_j (ds - ds_j).
   __device__ __forceinline__ float centered(float ds) const {
     float sum = 0;
-    for (int64_t base = first_; base < end_; base += arch::kWarpThreads) {
+    for (int base = first_; base < end_; base += arch::kWarpThreads) {
       Slot const slots = slots_from(base);
       for (uint32_t left = __ballot_sync(arch::kAllLanes, slots.added); left != 0;
            left &= left - 1) {
@@ -79,11 +83,13 @@ class RoundedSlots {
   }
 
  private:
-  __device__ __forceinline__ Slot without_ds(int64_t at) const {
+  __device__ __forceinline__ Slot read(int base) const {
     Slot slot;
+    int const at = base + arch::lane_idx();
     if (at < end_) {
       slot.id = p_.gmem_ids[at];
       slot.score = p_.gmem_scores[at];
+      slot.ds = p_.gmem_dscores[at];
     }
     slot.added = slot.id >= 0;
     for (int k = 0; k < p_.top_k; ++k) {
@@ -91,19 +97,14 @@ class RoundedSlots {
     }
     return slot;
   }
-  __device__ __forceinline__ Slot slots_from(int64_t base) const {
-    if (end_ - first_ <= arch::kWarpThreads) return kept_;
-    int64_t const at = base + arch::lane_idx();
-    Slot slot = without_ds(at);
-    if (at < end_) slot.ds = dscores_.gmem_dscores[at];
-    return slot;
+  __device__ __forceinline__ Slot slots_from(int base) const {
+    return base == first_ ? kept_ : read(base);
   }
 
   RouterDlogitsArguments const& p_;
-  DscoresArguments const& dscores_;
   int member_;
-  int64_t first_, end_;
-  Slot kept_;  // of the last 32
+  int first_, end_;
+  Slot kept_;  // of the first 32
 };
 
 // Experts that were added, by the formula of a softmax over all experts; smem_row becomes their dl. `mean`: this lane's
@@ -125,49 +126,238 @@ __device__ __forceinline__ void dlogits_of_added(RouterDlogitsArguments const& p
   __syncwarp();
 }
 
-// A softmax of the members: smem_row holds the dl of what was added.
-__device__ __forceinline__ void add_member_softmax(RouterDlogitsArguments const& p, TokenSlot own,
-                                                   float logit, float* smem_row) {
-  float const largest = warp::fold_max(own.routed ? logit : -INFINITY);
+// Returns dl of this lane's member by a softmax of the members.
+template <int kLanes>
+__device__ __forceinline__ float dlogit_by_softmax(RouterDlogitsArguments const& p, TokenSlot own,
+                                                   float logit) {
+  float const largest = warp::fold_max<kLanes>(own.routed ? logit : -INFINITY);
   float const term = own.routed ? core::exp_fp32(logit - largest) : 0.0f;
-  own.score = p.route_scale * (term / warp::fold_sum(term));
-  float const others = centered<arch::kWarpThreads>(own, p.top_k);
-  if (own.routed) smem_row[own.id] += core::unscaled_score(p.route_scale, own.score) * others;
+  own.score = p.route_scale * (term / warp::fold_sum<kLanes>(term));
+  return core::unscaled_score(p.route_scale, own.score) * centered<kLanes>(own, p.top_k);
 }
+
+// Holds this lane's member of a router whose experts have a p of their own.
+template <int kLanes>
+class OwnPMember {
+ public:
+  __device__ __forceinline__ OwnPMember(RouterDlogitsArguments const& p, TokenSlot own, float logit)
+      : p_(p), own_(own), own_p_(own.routed ? core::own_p(p.kind, logit) : 0.0f) {
+    if (p.normalize_scores) normalizer_ = core::normalizer(warp::fold_sum<kLanes>(own_p_));
+    own_.score = p.route_scale * (own_p_ / normalizer_.sum);
+  }
+
+  // Returns that of all members.
+  __device__ __forceinline__ float sum() const { return normalizer_.sum; }
+  // of_added: the sum of score ds over the experts that were added.
+  __device__ __forceinline__ float dlogit(float of_added) const {
+    float g = p_.route_scale * own_.ds;
+    if (p_.normalize_scores) {
+      g = g * normalizer_.rest + centered<kLanes>(own_, p_.top_k) - of_added;
+    }
+    return core::own_p_gradient(p_.kind, own_p_, g, normalizer_.sum);
+  }
+
+ private:
+  RouterDlogitsArguments const& p_;
+  TokenSlot own_;
+  float own_p_;
+  core::Normalizer normalizer_;
+};
 
 // Writes the dl of a router whose experts have a p of their own.
 __device__ __forceinline__ void own_p_dlogits(RouterDlogitsArguments const& p,
                                               RoundedSlots const& slots, TokenSlot own, float logit,
                                               float const* gmem_logits, float* smem_row) {
-  float const own_p = own.routed ? core::own_p(p.kind, logit) : 0.0f;
-  core::Normalizer normalizer;
-  if (p.normalize_scores) normalizer = core::normalizer(warp::fold_sum(own_p));
-  own.score = p.route_scale * (own_p / normalizer.sum);
+  OwnPMember<arch::kWarpThreads> const member(p, own, logit);
   float partial = 0;
   slots.for_each([&](RoundedSlots::Slot const& slot) {
     if (!slot.added) return;
     partial += slot.score * slot.ds;
     smem_row[slot.id] = core::own_p_gradient(p.kind, core::own_p(p.kind, gmem_logits[slot.id]),
-                                             p.route_scale * slot.ds, normalizer.sum);
+                                             p.route_scale * slot.ds, member.sum());
   });
-  float const of_added = warp::fold_sum(partial);
-  float g = p.route_scale * own.ds;
-  if (p.normalize_scores) {
-    g = g * normalizer.rest + centered<arch::kWarpThreads>(own, p.top_k) - of_added;
-  }
-  if (own.routed) smem_row[own.id] = core::own_p_gradient(p.kind, own_p, g, normalizer.sum);
+  float const value = member.dlogit(warp::fold_sum(partial));
+  if (own.routed) smem_row[own.id] = value;
 }
 
-// Floats of a warp: a row of dl and, by expert, the ds of its slot, both of whole float4.
-__host__ __device__ constexpr int rounded_row_floats(int experts) { return (experts + 3) / 4 * 4; }
-
-template <class Config>
-__global__ void TESSERA_LAUNCH_BOUNDS(Config::kWarps* arch::kWarpThreads)
-    router_dlogits_rounded(__grid_constant__ RoundedGradientArguments const params) {
+// Returns member k of a token, without score, ds and row.
+__device__ __forceinline__ TokenSlot member_of(RoundedGradientArguments const& params, int token,
+                                               int k) {
   RouterDlogitsArguments const& p = params.rounded.dlogits;
-  TESSERA_DYNAMIC_SHARED(smem_rows);  // (warps, 2 rows)
-  int const lane = arch::lane_idx(), floats = rounded_row_floats(p.experts);
-  int64_t const token = int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx();
+  TokenSlot own{};
+  own.id = -1;
+  if (token < p.tokens && k < p.top_k) {
+    own.id = params.rounded.gmem_unrounded_ids[int64_t{token} * p.top_k + k];
+  }
+  own.routed = own.id >= 0;
+  return own;
+}
+
+// The whole warp has one token, whatever was dropped or added; smem_ds (E) is scratch. Returns whether the token is to
+// be listed.
+__device__ __forceinline__ bool dlogits_of_any(RoundedGradientArguments const& params, int token,
+                                               float* smem_row, float* smem_ds) {
+  RouterDlogitsArguments const& p = params.rounded.dlogits;
+  int const lane = arch::lane_idx();
+  float const* const gmem_logits = p.gmem_logits + int64_t{token} * p.experts;
+  TokenSlot own = member_of(params, token, lane);
+  float const logit = own.routed ? gmem_logits[own.id] : 0.0f;
+  for (int e = lane; e < p.experts; e += arch::kWarpThreads) smem_row[e] = smem_ds[e] = 0;
+  __syncwarp();
+  RoundedSlots const slots(p, token, own.id);
+  bool adds = false;
+  float mean = 0;
+  slots.for_each([&](RoundedSlots::Slot const& slot) {
+    if (slot.id >= 0) smem_ds[slot.id] = slot.ds;
+    adds = adds || slot.added;
+    if (slot.added) mean += slot.ds * slot.score;
+  });
+  adds = __any_sync(arch::kAllLanes, adds);
+  if (own.routed) own.ds = smem_ds[own.id];
+  bool const has_own_p = core::has_own_p(p.kind);
+  if (has_own_p) {
+    own_p_dlogits(p, slots, own, logit, gmem_logits, smem_row);
+  } else {
+    if (adds) dlogits_of_added(p, slots, mean, gmem_logits, smem_row);
+    float const value = dlogit_by_softmax<arch::kWarpThreads>(p, own, logit);
+    if (own.routed) smem_row[own.id] += value;
+  }
+  __syncwarp();
+  if (p.gmem_row_dlogits == nullptr) return false;
+  bool without_row = adds && !has_own_p;
+  int kept = 0;  // members with a row
+  slots.for_each_row([&](RoundedSlots::Slot const& slot, int row) {
+    if (slot.id >= 0 && row < 0) without_row = true;
+    kept += __popc(__ballot_sync(arch::kAllLanes, slot.id >= 0 && !slot.added && row >= 0));
+  });
+  if (kept < __popc(__ballot_sync(arch::kAllLanes, own.routed))) without_row = true;
+  bool const listed = __any_sync(arch::kAllLanes, without_row);
+  slots.for_each_row([&](RoundedSlots::Slot const& slot, int row) {
+    if (row >= 0) p.gmem_row_dlogits[row] = listed || slot.id < 0 ? 0.0f : smem_row[slot.id];
+  });
+  return listed;
+}
+
+// Makes the dscores of slots [first, end), for the warp.
+__device__ __forceinline__ void make_dscores(DscoresArguments const& p, int first, int end) {
+  for (int base = first; base < end; base += arch::kWarpThreads) {
+    int const slot = base + arch::lane_idx();
+    bool const exists = slot < end;
+    dscore_of_lane(p, slot, exists, exists ? p.gmem_inverse_permutation[slot] : -1);
+  }
+  __syncwarp();
+}
+
+// Makes the dl of a warp's tokens; smem_rows: their rows, and E floats more. Returns in each lane whether its token is
+// to be listed.
+template <int kLanes>
+__device__ __forceinline__ bool dlogits_of_warp(RoundedGradientArguments const& params, int first,
+                                                float* smem_rows) {
+  constexpr int kTokens = arch::kWarpThreads / kLanes;
+  RouterDlogitsArguments const& p = params.rounded.dlogits;
+  int const lane = arch::lane_idx(), k = lane % kLanes;
+  int const token = first + lane / kLanes;
+  bool const exists = token < p.tokens;
+  TokenSlot own = member_of(params, token, k);
+  float const logit = own.routed ? p.gmem_logits[int64_t{token} * p.experts + own.id] : 0.0f;
+  make_dscores(params.dscores, p.gmem_token_offsets[first],
+               p.gmem_token_offsets[min(int64_t{first} + kTokens, p.tokens)]);
+  int const slot = exists ? p.gmem_token_offsets[token] + k : 0;
+  int const end = exists ? p.gmem_token_offsets[token + 1] : 0;
+  int id = -1, row = -1;
+  float ds = 0;
+  if (slot < end) {
+    id = p.gmem_ids[slot];
+    row = params.dscores.gmem_inverse_permutation[slot];
+    ds = p.gmem_dscores[slot];
+  }
+  for (int i = 4 * lane; i < kTokens * p.experts; i += 4 * arch::kWarpThreads) {
+    *reinterpret_cast<float4*>(smem_rows + i) = float4{};
+  }
+  float* const smem_row = smem_rows + lane / kLanes * p.experts;
+  __syncwarp();
+  if (id >= 0) smem_row[id] = static_cast<float>(1 + k);  // the member learns which slot it has
+  __syncwarp();
+  int const place = own.routed ? static_cast<int>(smem_row[own.id]) - 1 : -1;
+  bool const kept = place >= 0;
+  own.ds = __shfl_sync(arch::kAllLanes, ds, max(place, 0), kLanes);
+  own.row = __shfl_sync(arch::kAllLanes, row, max(place, 0), kLanes);
+  if (!kept) own.ds = 0;
+  auto const of_token = [lane](bool value) {
+    uint32_t const lanes = __ballot_sync(arch::kAllLanes, value) >> (lane / kLanes * kLanes);
+    return kLanes == arch::kWarpThreads ? lanes : lanes & ((1u << kLanes % arch::kWarpThreads) - 1);
+  };
+  // All slots are members where as many are as have an expert. A slot has both an expert and a row, or neither.
+  uint32_t const odd = of_token((id >= 0) != (row >= 0) || (k == kLanes - 1 && slot + 1 < end));
+  uint32_t const named = of_token(id >= 0), members = of_token(kept);
+  bool const adds = odd != 0 || __popc(named) != __popc(members);
+  bool listed = of_token(own.routed && !kept) != 0;
+  float value;
+  if (core::has_own_p(p.kind)) {
+    value = OwnPMember<kLanes>(p, own, logit).dlogit(0);
+  } else {
+    value = 0.0f + dlogit_by_softmax<kLanes>(p, own, logit);  // as what is added to 0
+  }
+  if (!adds && own.routed) {
+    smem_row[own.id] = value;
+    if (kept && p.gmem_row_dlogits != nullptr) p.gmem_row_dlogits[own.row] = listed ? 0.0f : value;
+  }
+  for (uint32_t left = __ballot_sync(arch::kAllLanes, exists && adds && k == 0); left != 0;
+       left &= left - 1) {
+    int const index = (__ffs(static_cast<int>(left)) - 1) / kLanes;
+    bool const is_listed = dlogits_of_any(params, first + index, smem_rows + index * p.experts,
+                                          smem_rows + kTokens * p.experts);
+    if (index == lane / kLanes) listed = is_listed;
+  }
+  __syncwarp();
+  return listed;
+}
+
+// Counts the floats of a warp's rows and of one more, in whole float4.
+template <int kLanes>
+__host__ __device__ constexpr int rounded_floats(int experts) {
+  return ((arch::kWarpThreads / kLanes + 1) * experts + 3) / 4 * 4;
+}
+
+// One thread of each CTA calls this behind its warps: the last one to come leaves the counters as the next launch
+// expects them.
+__device__ __forceinline__ void say_how_many(ListedTokens const& listed) {
+  __threadfence();
+  if (atomicAdd(&listed.gmem_counters[1], 1u) != gridDim.x - 1) return;
+  __threadfence();
+  listed.gmem_offsets[1] = static_cast<int32_t>(atomicAdd(&listed.gmem_counters[0], 0u));
+  listed.gmem_counters[0] = listed.gmem_counters[1] = 0;
+}
+
+template <class Config, int kLanes>
+__global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads, Config::kCtasPerSm)
+    router_dlogits_rounded(__grid_constant__ RoundedGradientArguments const params) {
+  constexpr int kTokens = arch::kWarpThreads / kLanes;
+  RouterDlogitsArguments const& p = params.rounded.dlogits;
+  bool const lists = p.gmem_row_dlogits != nullptr;
+  arch::let_next_kernel_start();      // router_dgrad
+  TESSERA_DYNAMIC_SHARED(smem_rows);  // (warps, rounded_floats())
+  int const lane = arch::lane_idx();
+  int const first = (static_cast<int>(blockIdx.x) * Config::kWarps + arch::warp_idx()) * kTokens;
+  if (first < p.tokens) {
+    float* const smem_own =
+        reinterpret_cast<float*>(smem_rows) + arch::warp_idx() * rounded_floats<kLanes>(p.experts);
+    bool const listed = dlogits_of_warp<kLanes>(params, first, smem_own);
+    int const token = first + lane / kLanes;
+    bool const speaks = lists && lane % kLanes == 0 && token < p.tokens;
+    uint32_t const all = __ballot_sync(arch::kAllLanes, speaks && listed);
+    int place = 0;
+    if (all != 0 && lane == 0) {
+      place = static_cast<int>(
+          atomicAdd(&params.listed.gmem_counters[0], static_cast<uint32_t>(__popc(all))));
+    }
+    put_rows(p, first, static_cast<int>(min(int64_t{kTokens}, p.tokens - first)), smem_own);
+    place = __shfl_sync(arch::kAllLanes, place, 0) + __popc(all & ((1u << lane) - 1));
+    if (speaks) {
+      params.listed.gmem_is_listed[token] = listed ? 1 : 0;
+      if (listed) params.listed.gmem_tokens[place] = token;
+    }
+  }
   // Slots that no token has.
   int64_t const threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t slot =
@@ -175,59 +365,47 @@ __global__ void TESSERA_LAUNCH_BOUNDS(Config::kWarps* arch::kWarpThreads)
        slot < params.dscores.slots; slot += threads) {
     params.dscores.gmem_dscores[slot] = 0;
   }
-  if (token >= p.tokens) return;
-  float* const smem_row = reinterpret_cast<float*>(smem_rows) + 2 * floats * arch::warp_idx();
-  float* const smem_ds = smem_row + floats;
-  float const* const gmem_logits = p.gmem_logits + token * p.experts;
-  TokenSlot own{};
-  own.id = lane < p.top_k ? params.rounded.gmem_unrounded_ids[token * p.top_k + lane] : -1;
-  own.routed = own.id >= 0;
-  float const logit = own.routed ? gmem_logits[own.id] : 0.0f;
-  for (int e = 4 * lane; e < 2 * floats; e += 4 * arch::kWarpThreads) {
-    *reinterpret_cast<float4*>(smem_row + e) = float4{};
+  if (lists) {
+    __syncthreads();
+    if (threadIdx.x == 0) say_how_many(params.listed);
   }
-  __syncwarp();
-  RoundedSlots slots(params, token, own.id);
-  bool adds = false;
-  float mean = 0;
-  slots.score([&](RoundedSlots::Slot const& slot) {
-    if (slot.id >= 0) smem_ds[slot.id] = slot.ds;
-    adds = adds || slot.added;
-    if (slot.added) mean += slot.ds * slot.score;
-  });
-  if (own.routed) own.ds = smem_ds[own.id];
-  if (core::has_own_p(p.kind)) {
-    own_p_dlogits(p, slots, own, logit, gmem_logits, smem_row);
-  } else {
-    if (__any_sync(arch::kAllLanes, adds)) {
-      dlogits_of_added(p, slots, mean, gmem_logits, smem_row);
-    }
-    add_member_softmax(p, own, logit, smem_row);
-  }
-  __syncwarp();
-  put_rows(p, token, 1, smem_row);
   // Whoever comes next in the stream comes after both.
   if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
+}
+
+template <class Config, int kLanes>
+cudaError_t launch_router_dlogits_rounded_lanes(RoundedGradientArguments const& args,
+                                                cudaStream_t stream) {
+  RouterDlogitsArguments const& p = args.rounded.dlogits;
+  if constexpr (kLanes > Config::kFewestLanes) {
+    constexpr int kFewer = kLanes / 2;
+    if (p.top_k <= kFewer && arch::kWarpThreads / kFewer * p.experts <= Config::kWarpExperts) {
+      return launch_router_dlogits_rounded_lanes<Config, kFewer>(args, stream);
+    }
+  }
+  constexpr int kCtaTokens = Config::kWarps * arch::kWarpThreads / kLanes;
+  int64_t const ctas = (p.tokens + kCtaTokens - 1) / kCtaTokens;
+  if (ctas == 0) return cudaSuccess;
+  return host::launch_early(router_dlogits_rounded<Config, kLanes>, args.starts_early,
+                            unsigned(ctas), Config::kWarps * arch::kWarpThreads,
+                            sizeof(float) * Config::kWarps * rounded_floats<kLanes>(p.experts),
+                            stream, args);
 }
 
 template <class Config>
 cudaError_t launch_router_dlogits_rounded_config(RoundedGradientArguments const& args,
                                                  cudaStream_t stream) {
   RouterDlogitsArguments const& p = args.rounded.dlogits;
+  constexpr int64_t kMaxTokens = int64_t{1} << 30;  // their numbers are 32-bit
   bool const aligned = reinterpret_cast<uintptr_t>(p.gmem_dlogits) % sizeof(float4) == 0;
   if (p.kind == RouterKind::given || core::has_softmax_over_all(p.kind) ||
-      p.gmem_token_offsets == nullptr || p.gmem_row_dlogits != nullptr ||
-      p.top_k > kDlogitsMaxTopK || p.experts > kDlogitsMaxExperts ||
-      (!aligned && !p.dlogits_are_scratch)) {
+      p.gmem_token_offsets == nullptr || p.top_k > kDlogitsMaxTopK || p.tokens > kMaxTokens ||
+      p.experts > kDlogitsMaxExperts || (!aligned && !p.dlogits_are_scratch) ||
+      (p.gmem_row_dlogits != nullptr &&
+       (args.listed.gmem_tokens == nullptr || p.gmem_aux_dlogits != nullptr))) {
     return cudaErrorInvalidValue;
   }
-  int64_t const ctas = (p.tokens + Config::kWarps - 1) / Config::kWarps;
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  return host::launch_early(
-      router_dlogits_rounded<Config>, args.starts_early, unsigned(ctas),
-      Config::kWarps * arch::kWarpThreads,
-      sizeof(float) * 2 * Config::kWarps * size_t(rounded_row_floats(p.experts)), stream, args);
+  return launch_router_dlogits_rounded_lanes<Config, arch::kWarpThreads>(args, stream);
 }
 
 }  // namespace tessera::cuda

@@ -214,6 +214,8 @@ Refusal refuse(RouterGradientArguments const& args) noexcept {
 Refusal refuse(RoundedGradientArguments const& args) noexcept {
   Requirements need;
   need.router_gradient(args.dscores, args.rounded.dlogits);
+  need.at_most("tokens", args.rounded.dlogits.tokens, kMaxRows);
+  need.at_most("slots", args.dscores.slots, kMaxRows);
   return need.result();
 }
 Refusal refuse(RouterDgradArguments const& args) noexcept {
@@ -226,6 +228,10 @@ Refusal refuse(RouterDgradArguments const& args) noexcept {
   need.at_most("d", args.hidden, kMaxColumns);
   need.base("w_router", args.w_router.gmem);
   need.base("dx", args.gmem_dx);
+  if (args.gmem_tokens != nullptr) {
+    std::int64_t const products = std::int64_t{args.experts} * args.terms;
+    need.gathered("dlogits", {args.gmem_dlogits, args.tokens, products});
+  }
   return need.result();
 }
 Refusal refuse(RouterWgradArguments const& args) noexcept {

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   auto const* gmem_y = static_cast<Element const*>(p.gmem_y);
   Element& o = static_cast<Element*>(p.gmem_o)[token * p.o_pitch + column];
   float sum = 0;
-  if (p.adds_to_o) sum += widen(o);
+  if (p.adds_to_o && (p.gmem_adds == nullptr || p.gmem_adds[token] != 0)) sum += widen(o);
   for (int64_t slot = begin; slot < end; ++slot) {
     int64_t const row = p.gmem_inverse_permutation[slot];
     if (row < 0) continue;

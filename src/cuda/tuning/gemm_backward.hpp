@@ -99,6 +99,12 @@ struct RouterDgradConfig {
                                          .schedule = gemm::Schedule::kPingPong,
                                          .b = {.major = gemm::Major::kRows}};
 };
+// This one has the tokens that are listed; its rows are gathered, and stored one by one.
+struct RouterDgradListedConfig {
+  static constexpr gemm::GemmConfig gemm{.a = {.loader = gemm::Loader::kGather},
+                                         .b = {.major = gemm::Major::kRows},
+                                         .epilogue = {.mode = gemm::EpilogueMode::kDeferred}};
+};
 // kTileExperts: router_wgrad_tile_experts(). bench/results/archive/h200/2026-11-22-router-tiles.json
 // kGathers: x by a list of the tokens that are not padding.
 template <int kTileExperts, bool kGathers = false>

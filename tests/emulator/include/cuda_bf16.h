@@ -18,3 +18,6 @@ struct __nv_bfloat16 {
 inline float __bfloat162float(__nv_bfloat16 value) { return static_cast<float>(value); }
 inline __nv_bfloat16 __float2bfloat16_rn(float value) { return __nv_bfloat16(value); }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
+inline __nv_bfloat16 __float2bfloat16_rz(float value) {
+  return __nv_bfloat16(std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) & 0xffff0000u));
+}

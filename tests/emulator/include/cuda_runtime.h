@@ -16,6 +16,7 @@
 
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+using std::isfinite;
 using std::max;
 using std::min;
 

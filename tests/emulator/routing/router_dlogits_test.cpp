@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// router_dlogits after token rounding, from the source that GPUs get, beside the CPU backend: members that were
-// dropped, experts that were added, tokens with no slot or more than a warp has lanes, padding, slots of no token.
+// router_dlogits after token rounding, from the source that GPUs get, beside the CPU backend and its plain twin, of
+// which it has the bits: members that were dropped, experts that were added, tokens with no slot or more than a warp
+// has lanes, padding, slots of no token; dlogits by row, and the tokens that are listed instead.
 #include <gtest/gtest.h>
 
 #include "cuda/kernels/router_dlogits_rounded.cuh"
+#include "cuda/plain/router_dlogits.cu"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -42,6 +46,76 @@ std::vector<float> on_cpu(RoundedCase const& c, RoundedData& data) {
   for (std::size_t i = 0; c.aux && i < out.size(); ++i) {
     if (data.mask[i / static_cast<std::size_t>(c.experts)] != 0) out[i] += data.aux[i];
   }
+  return out;
+}
+
+constexpr std::uint32_t kNothing = 0x7fc12345;  // a NaN that no kernel writes
+
+std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
+bool is_nothing(float value) { return bits_of(value) == kNothing; }
+
+// What a call with rows makes beside dlogits. Lists have room for a token that nobody should name.
+struct Listed {
+  explicit Listed(RoundedCase const& c, std::size_t slots)
+      : row_dlogits(slots, std::bit_cast<float>(kNothing)),
+        tokens(static_cast<std::size_t>(c.tokens) + 1, -1),
+        is_listed(static_cast<std::size_t>(c.tokens) + 1, 7) {}
+
+  void give_to(cuda::RoundedGradientArguments& args) {
+    args.rounded.dlogits.gmem_row_dlogits = row_dlogits.data();
+    args.rounded.dlogits.gmem_inverse_permutation = args.dscores.gmem_inverse_permutation;
+    args.listed = {.gmem_tokens = tokens.data(),
+                   .gmem_offsets = offsets,
+                   .gmem_is_listed = is_listed.data(),
+                   .gmem_counters = counters};
+  }
+  void expect_right(RoundedCase const& c, RoundedData const& data, std::vector<float> const& dl) {
+    std::vector<bool> const wanted = listed_tokens(c, data);
+    std::vector<std::int32_t> listed;
+    for (std::size_t t = 0; t < wanted.size(); ++t) {
+      if (wanted[t]) listed.push_back(static_cast<std::int32_t>(t));
+      ASSERT_EQ(is_listed[t], wanted[t] ? 1 : 0) << t;
+      for (auto i = static_cast<std::size_t>(data.offsets[t]);
+           i < static_cast<std::size_t>(data.offsets[t + 1]); ++i) {
+        std::size_t const at =
+            t * static_cast<std::size_t>(c.experts) + static_cast<std::size_t>(data.ids[i]);
+        float& value = row_dlogits[static_cast<std::size_t>(data.rows[i])];
+        ASSERT_EQ(bits_of(value), bits_of(wanted[t] ? 0.0f : dl[at])) << t << ", " << data.ids[i];
+        value = std::bit_cast<float>(kNothing);
+      }
+    }
+    EXPECT_TRUE(std::all_of(row_dlogits.begin(), row_dlogits.end(), is_nothing));
+    EXPECT_EQ(is_listed.back(), 7);
+    auto const rest = tokens.begin() + static_cast<std::ptrdiff_t>(listed.size());
+    std::sort(tokens.begin(), rest);
+    EXPECT_EQ(std::vector(tokens.begin(), rest), listed);
+    EXPECT_TRUE(std::all_of(rest, tokens.end(), [](std::int32_t token) { return token == -1; }));
+    if (c.tokens > 0) EXPECT_EQ(offsets[1], static_cast<std::int32_t>(listed.size()));
+    EXPECT_EQ(offsets[0], 0);
+    EXPECT_EQ(counters[0], 0u);
+    EXPECT_EQ(counters[1], 0u);
+  }
+
+  std::vector<float> row_dlogits;
+  std::vector<std::int32_t> tokens;
+  std::vector<std::uint8_t> is_listed;
+  std::int32_t offsets[2] = {0, -1};
+  std::uint32_t counters[2] = {0, 0};
+};
+
+// The dlogits of the plain twin, which reads the dscores that are there.
+std::vector<float> by_plain_twin(RoundedCase const& c, cuda::RoundedGradientArguments args) {
+  auto const pairs = static_cast<std::size_t>(c.tokens * c.experts);
+  auto const members = static_cast<std::size_t>(c.tokens * c.top_k);
+  std::vector<float> out(pairs), dlogits(pairs), member_scores(members), member_dscores(members);
+  std::vector<std::int32_t> added(static_cast<std::size_t>(args.dscores.slots));
+  args.rounded.dlogits.gmem_dlogits = dlogits.data();
+  args.rounded.dlogits.gmem_copy = out.data();
+  args.rounded.gmem_member_scores = member_scores.data();
+  args.rounded.gmem_member_dscores = member_dscores.data();
+  args.rounded.gmem_added_ids = added.data();
+  EXPECT_EQ(cuda::launch_router_dlogits_rounded_plain(args.rounded, nullptr), cudaSuccess);
+  EXPECT_EQ(emulator::run(emulator::kSchedules[0]), "");
   return out;
 }
 
@@ -83,6 +157,8 @@ void expect_near_cpu(RoundedCase const& c, emulator::Schedule const& schedule) {
   p.route_scale = kRouteScale;
   p.normalize_scores = c.normalize;
   p.gmem_token_mask = data.mask.data();
+  Listed listed(c, data.ids.size());
+  if (c.rows) listed.give_to(args);
   ASSERT_EQ(
       cuda::launch_router_dlogits_rounded_config<cuda::RouterDlogitsRoundedConfig>(args, nullptr),
       cudaSuccess);
@@ -102,6 +178,8 @@ void expect_near_cpu(RoundedCase const& c, emulator::Schedule const& schedule) {
     ASSERT_NEAR(__uint_as_float(wide), copy[i], std::abs(copy[i]) / 256) << i;
   }
   if (data.offsets.back() > 0) EXPECT_GT(largest, 0.1);
+  EXPECT_TRUE(std::ranges::equal(copy, by_plain_twin(c, args), {}, bits_of, bits_of));
+  if (c.rows) listed.expect_right(c, data, copy);
 }
 
 TEST(RoundedDlogitsAsOnCpu, EveryKindOfToken) {

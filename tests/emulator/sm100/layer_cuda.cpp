@@ -88,7 +88,8 @@ cudaError_t launch_aggregate<__nv_bfloat16>(AggregateArguments const& args, cuda
   for (std::int64_t token = 0; token < args.tokens; ++token) {
     for (std::int64_t c = 0; c < args.hidden; ++c) {
       Bits& out = o[token * args.o_pitch + c];
-      float sum = args.adds_to_o ? emulator::widen(out) : 0.0f;
+      bool const adds = args.adds_to_o && (args.gmem_adds == nullptr || args.gmem_adds[token] != 0);
+      float sum = adds ? emulator::widen(out) : 0.0f;
       auto const [first, end] = slots_of(token, args.gmem_token_offsets, args.top_k);
       for (std::int64_t slot = first; slot < end; ++slot) {
         std::int64_t const row = args.gmem_inverse_permutation[slot];

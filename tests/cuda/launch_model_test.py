@@ -82,19 +82,24 @@ def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool =
     ]
 
 
-def backward(routed: bool, broken: str = "", fp32_router: bool = False, rounds: bool = False) -> list[Kernel]:
+def backward(routed: bool, broken: str = "", fp32_router: bool = False, rounds: bool = False,
+             lists: bool = False) -> list[Kernel]:
     """dx rows take the place of a'. fp32_router: terms of the weights first, those of dlogits behind them. rounds: the
-    router rounds tokens, so its part of dx is a GEMM, to whose sums the aggregate adds."""
+    router rounds tokens, so its part of dx is a GEMM, to whose sums the aggregate adds. lists: of the tokens alone that
+    router_dlogits lists; the part of others is in their dx rows."""
     wgrad = ["read tables", "await a'", "read a' of first", "write dw_down", "wait", "let", "read a' of last",
              "write dw_down"]
     if broken == "wgrad_lets_at_once":
         wgrad.remove("let")
         wgrad.insert(0, "let")
-    dlogits = [*([] if rounds else ["let"]), "read partials", "write dlogits", "wait"]
+    dlogits = ["let", "read partials", "write dlogits", "wait"]
     if broken == "no_wait_at_end":
         dlogits.remove("wait")
     operand = "terms" if fp32_router else "dlogits"
     row_term = ["read dlogits", *(["read router terms"] if fp32_router else [])]
+    dgrad = [*(["let", "wait"] if lists else []), "read dlogits", f"read {operand}", "write dx"]
+    if broken == "dgrad_reads_at_once":
+        dgrad = [s for s in dgrad if s != "wait"]
     return [
         Kernel("memset", ["clear a'"]),
         *([Kernel("split_weights", ["write router terms"])] if fp32_router else []),
@@ -103,9 +108,10 @@ def backward(routed: bool, broken: str = "", fp32_router: bool = False, rounds: 
         Kernel("down_projection_wgrad", wgrad, early=True),
         *([Kernel("router_dlogits", dlogits, early=True)] if routed else []),
         *([Kernel("split_dlogits", ["read dlogits", "write terms"])] if fp32_router else []),
-        *([Kernel("router_dgrad", [f"read {operand}", "write dx"])] if rounds else []),
-        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait", *([] if rounds else row_term),
-                                       "write a' of first", "write a' of last"], early=True),
+        *([Kernel("router_dgrad", dgrad, early=lists)] if rounds else []),
+        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait",
+                                       *(row_term if lists or not rounds else []), "write a' of first",
+                                       "write a' of last"], early=True),
         Kernel("up_projection_wgrad", ["read tables", "read dh", "read x", "write dw_up", "wait", "let",
                                        "write dw_up"], early=True),
         Kernel("aggregate_beside", ["let", "read a' of first", "read a' of last", *(["read dx"] if rounds else []),
@@ -184,15 +190,19 @@ def calls(seed: int, *makers) -> list[Kernel]:
     return launches
 
 
-def step(chance, broken_forward: str = "", broken_backward: str = "", rounds: bool | None = None) -> list[Kernel]:
-    """rounds: whether tokens are rounded; where None, in a quarter of the calls with a router."""
+def step(chance, broken_forward: str = "", broken_backward: str = "", rounds: bool | None = None,
+         lists: bool | None = None) -> list[Kernel]:
+    """rounds: whether tokens are rounded; where None, in a quarter of the calls with a router. lists: of these, whether
+    some are listed; where None, in half of them."""
     routed = bool(rounds) or chance.random() < 0.5
     fp32_router = routed and chance.random() < 0.5
     if rounds is None:
         rounds = routed and chance.random() < 0.25
+    if lists is None:
+        lists = chance.random() < 0.5
     return [*forward(routed, chance.random() < 0.3, broken_forward, rounds,
                      chance.random() < 0.5),
-            *backward(routed, broken_backward, fp32_router, rounds)]
+            *backward(routed, broken_backward, fp32_router, rounds, rounds and lists)]
 
 
 class LaunchModel(unittest.TestCase):
@@ -225,9 +235,10 @@ class LaunchModel(unittest.TestCase):
 
     def test_backward_needs_its_rules(self):
         for rule in ("wgrad_lets_at_once", "no_wait_at_end"):
-            for rounds in (False, True):
-                with self.subTest(rule, rounds=rounds):
-                    self.notices(broken_backward=rule, rounds=rounds)
+            for rounds, lists in ((False, False), (True, False), (True, True)):
+                with self.subTest(rule, rounds=rounds, lists=lists):
+                    self.notices(broken_backward=rule, rounds=rounds, lists=lists)
+        self.notices(broken_backward="dgrad_reads_at_once", rounds=True, lists=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArgument
   constexpr double kFlopsOfSm = 4.5e12, kBytesOfSm = 46e9;  // a second
   auto const rows = static_cast<double>(wgrad.rows), d = static_cast<double>(wgrad.hidden);
   double const gemm = 2 * rows * d * static_cast<double>(wgrad.halves * wgrad.intermediate);
-  double const passes = aggregate.adds_to_o ? 2 : 1;  // over dx
+  double const passes = aggregate.adds_to_o && aggregate.gmem_adds == nullptr ? 2 : 1;  // over dx
   double const bytes = 2 * static_cast<double>(aggregate.hidden) *
                        (rows + passes * static_cast<double>(aggregate.tokens));
   double const gemm_s = gemm / kFlopsOfSm, aggregate_s = bytes / kBytesOfSm;
@@ -134,7 +134,7 @@ class Backward {
     if (wanted_.dlogits && desc_.router.replay) {
       add_replayed_dlogits();
     } else if (wanted_.dlogits && splits_rounded(desc_)) {
-      add_rounded_dlogits();
+      sequence_.select("router_dlogits", rounded_dlogits());
     } else if (wanted_.dlogits) {
       sequence_.select("router_dlogits",
                        RouterGradientArguments{dscores(), dlogits(routing_.topk_ids, gmem_dscores_),
@@ -158,7 +158,7 @@ class Backward {
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
     experts_.up_dgrad.starts_early = follows_down_wgrad_;
-    if (routed() && !part_in_rows_) {
+    if (has_router_dgrad()) {
       sequence_.select(
           "router_dgrad",
           RouterDgradArguments{.gmem_dlogits = fp32_router_ ? plan_.dgrad_dlogits.in(base_)
@@ -170,7 +170,10 @@ class Backward {
                                .hidden = desc_.shape.hidden,
                                .experts = static_cast<std::int32_t>(desc_.shape.experts),
                                .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter,
-                               .terms = fp32_router_ ? kDgradTerms : 1});
+                               .terms = fp32_router_ ? kDgradTerms : 1,
+                               .gmem_tokens = lists_tokens_ ? plan_.listed.in(base_) : nullptr,
+                               .gmem_offsets = plan_.counters.in(base_) + kListedFirst,
+                               .starts_early = lists_tokens_});
     }
     if (desc_.quantises()) {
       return add_quantised_up_dgrad(desc_, args_, plan_, base_, experts_.up_dgrad, sequence_);
@@ -324,11 +327,15 @@ class Backward {
     return is_whole_ && g.dw_down.present() && !g.db_down.present();
   }
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
+  [[nodiscard]] bool has_router_dgrad() const noexcept {
+    return wanted_.dx && routed() && (!part_in_rows_ || lists_tokens_);
+  }
   /// Serves routers whose dlogits are 0 but for the experts of a token, and bf16 operands; with codes, router_dgrad
-  /// adds it.
+  /// adds it. After token rounding it is 0 in the rows of tokens with dlogits of other experts, which router_dgrad has.
   void put_router_part_in_rows() noexcept {
-    if (!routed() || core::has_softmax_over_all(desc_.router.kind) || desc_.rounds_tokens() ||
-        args_.aux_dlogits.present() || desc_.quantises()) {
+    bool const rounds = desc_.rounds_tokens();
+    if (!routed() || core::has_softmax_over_all(desc_.router.kind) || args_.aux_dlogits.present() ||
+        desc_.quantises() || (rounds && refuse(rounded_dlogits()).refused())) {
       return;
     }
     UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
@@ -341,8 +348,10 @@ class Backward {
     });
     if (refused) return;
     experts_.up_dgrad = up_dgrad;
-    experts_.aggregate.adds_to_o = false;
+    experts_.aggregate.adds_to_o = rounds;
+    if (rounds) experts_.aggregate.gmem_adds = plan_.is_listed.in(base_);
     part_in_rows_ = true;
+    lists_tokens_ = rounds;
   }
   /// Returns w_router (E,d), or the terms (3E,d) of an fp32 one.
   [[nodiscard]] MatrixRows router_of_dx() const noexcept {
@@ -364,7 +373,7 @@ class Backward {
   void split_dlogits() noexcept {
     if (!wanted_.dlogits) return;
     if (wanted_.dw_router) split_dlogits_for_weights();
-    if (wanted_.dx && !part_in_rows_) {
+    if (has_router_dgrad()) {
       split(split_dlogits_for_dgrad(gmem_dlogits_, desc_.shape.tokens, desc_.shape.experts,
                                     plan_.dgrad_dlogits.in(base_)));
     }
@@ -399,7 +408,7 @@ class Backward {
   [[nodiscard]] RouterDlogitsArguments dlogits(std::int32_t const* gmem_ids,
                                                float const* gmem_dscores) const noexcept {
     bool const split = gmem_dlogits_ == args_.dlogits_saved.data;
-    bool const operand = (wanted_.dx && !part_in_rows_) || wanted_.dw_router;
+    bool const operand = has_router_dgrad() || wanted_.dw_router;
     return {.gmem_dscores = gmem_dscores,
             .gmem_ids = gmem_ids,
             .gmem_token_offsets = routing_.token_offsets,
@@ -450,16 +459,19 @@ class Backward {
   }
 
   /// Experts that rounding dropped or added have terms of their own.
-  void add_rounded_dlogits() noexcept {
-    sequence_.select(
-        "router_dlogits",
-        RoundedGradientArguments{.dscores = dscores(),
-                                 .rounded = {.dlogits = dlogits(routing_.topk_ids, gmem_dscores_),
-                                             .gmem_unrounded_ids = routing_.unrounded_ids,
-                                             .gmem_member_scores = plan_.member_scores.in(base_),
-                                             .gmem_member_dscores = plan_.member_dscores.in(base_),
-                                             .gmem_added_ids = plan_.added_ids.in(base_)},
-                                 .starts_early = follows_down_wgrad_});
+  [[nodiscard]] RoundedGradientArguments rounded_dlogits() const noexcept {
+    std::int32_t* const counters = plan_.counters.in(base_);
+    return {.dscores = dscores(),
+            .rounded = {.dlogits = dlogits(routing_.topk_ids, gmem_dscores_),
+                        .gmem_unrounded_ids = routing_.unrounded_ids,
+                        .gmem_member_scores = plan_.member_scores.in(base_),
+                        .gmem_member_dscores = plan_.member_dscores.in(base_),
+                        .gmem_added_ids = plan_.added_ids.in(base_)},
+            .listed = {.gmem_tokens = plan_.listed.in(base_),
+                       .gmem_offsets = counters + kListedFirst,
+                       .gmem_is_listed = plan_.is_listed.in(base_),
+                       .gmem_counters = reinterpret_cast<std::uint32_t*>(counters + kListedTokens)},
+            .starts_early = follows_down_wgrad_};
   }
 
   MoeDesc const& desc_;
@@ -481,6 +493,7 @@ class Backward {
   bool follows_down_wgrad_ = false;        ///< what comes next may start early
   bool follows_aggregate_beside_ = false;  ///< the same
   bool part_in_rows_ = false;              ///< the router's part of dx is in the dx rows
+  bool lists_tokens_ = false;              ///< but for tokens that are listed
 };
 
 }  // namespace

@@ -299,10 +299,12 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, Aske
     if (routed) {
       add(work::router_dlogits(desc, rows), refuse_dlogits(desc, router.dlogits),
           "a lane per slot, from the partial sums of ds" + on, 0, 0, 0);
-      bool const in_rows =
-          !core::has_softmax_over_all(desc.router.kind) && !desc.rounds_tokens() && !codes;
+      bool const in_rows = !core::has_softmax_over_all(desc.router.kind) && !codes;
+      std::string const else_for =
+          desc.rounds_tokens() ? "for tokens with a dropped or added expert, and " : "";
       add(work::router_dgrad(desc), refuse(router.dgrad, architecture),
-          (in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm) +
+          (in_rows ? "a term of each dx row; " + else_for + "with dlogits of other losses a " + gemm
+                   : gemm) +
               terms + on,
           s.tokens, s.hidden, s.experts);
     }

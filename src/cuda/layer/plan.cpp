@@ -225,6 +225,9 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
       out.member_scores = plan.add<float>(s.tokens * s.top_k);
       out.member_dscores = plan.add<float>(s.tokens * s.top_k);
       out.added_ids = plan.add<std::int32_t>(slots);
+      // The kernel that lists tokens has its scratch in shared memory.
+      out.listed = {out.member_scores.offset};
+      out.is_listed = {out.member_dscores.offset};
     }
   }
   out.bytes = std::max(plan.bytes(), before_dgrad.bytes());

@@ -26,6 +26,10 @@ enum TileCounter : int {
   kForwardHandover,   // of up_projection_fwd to down_projection_fwd
   kBackwardHandover,  // of down_projection_dgrad to down_projection_wgrad
   kRouterWgradParts,  // that router_wgrad has counted
+  kListedTokens,      // drawn by router_dlogits_rounded
+  kListingCtas,       // of it that came
+  kListedFirst,       // 0, and
+  kListedEnd,         // how many tokens it has listed
   kNumTileCounters
 };
 
@@ -102,6 +106,8 @@ struct BackwardPlan {
   core::Region<float> member_scores,
       member_dscores;                    ///< [T,K], token rounding without softmax_topk
   core::Region<std::int32_t> added_ids;  ///< [P], the same
+  core::Region<std::int32_t> listed;     ///< [T] ListedTokens, in the place of member_scores
+  core::Region<std::uint8_t> is_listed;  ///< [T] the same, in the place of member_dscores
   core::Region<std::byte> packed;        ///< PackedPlan; whole: in the place of dx rows, then dead
   // These are of a layer that quantises.
   core::Region<std::uint16_t> x;  ///< x^ [T,d] bf16, of passes with gradients of weights

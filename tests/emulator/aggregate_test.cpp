@@ -25,12 +25,13 @@ struct AggregateCase {
   double sentinels = 0;
   bool weighted = true, adds = false;
   int o_padding = 0;
+  bool some_add = false;  // of those that add, two tokens in three do
 };
 
 void PrintTo(AggregateCase const& c, std::ostream* out) {
   *out << "T " << c.tokens << " d " << c.hidden << " K " << c.top_k << " slots "
        << ::testing::PrintToString(c.slots) << (c.weighted ? "" : " plain")
-       << (c.adds ? " adds" : "");
+       << (c.adds ? " adds" : "") << (c.some_add ? " for some" : "");
 }
 
 namespace {
@@ -67,6 +68,7 @@ struct Problem {
     auto const at = [&](int t) { return static_cast<std::size_t>(t) % c.slots.size(); };
     for (int t = 0; t < c.tokens; ++t) {
       offsets.push_back(offsets.back() + (c.slots.empty() ? c.top_k : c.slots[at(t)]));
+      adds.push_back(c.some_add && t % 3 == 1 ? 0 : static_cast<std::uint8_t>(1 + t % 200));
     }
     auto const slots = static_cast<std::size_t>(offsets.back());
     for (std::size_t i = 0; i < slots; ++i) {
@@ -90,6 +92,7 @@ struct Problem {
             .gmem_o = o.get(),
             .o_pitch = pitch,
             .adds_to_o = shape.adds,
+            .gmem_adds = shape.some_add ? adds.data() : nullptr,
             .tokens = shape.tokens,
             .hidden = shape.hidden,
             .top_k = shape.top_k};
@@ -97,7 +100,8 @@ struct Problem {
 
   Value expected(int t, int column) const {
     float sum = 0;
-    if (shape.adds) sum += widen(before[t * pitch + column]);
+    if (shape.adds && adds[static_cast<std::size_t>(t)] != 0)
+      sum += widen(before[t * pitch + column]);
     for (int slot = offsets[static_cast<std::size_t>(t)];
          slot < offsets[static_cast<std::size_t>(t) + 1]; ++slot) {
       auto const i = static_cast<std::size_t>(slot);
@@ -132,6 +136,7 @@ struct Problem {
   Memory<Value> o, before;
   std::unique_ptr<Memory<Value>> y;
   std::vector<std::int32_t> offsets{0}, inverse;
+  std::vector<std::uint8_t> adds{};
   std::vector<float> scores;
 };
 
@@ -187,7 +192,8 @@ std::vector<AggregateCase> varying_cases() {
        .sentinels = 0.1,
        .weighted = false,
        .adds = true,
-       .o_padding = 16},
+       .o_padding = 16,
+       .some_add = true},
       {.tokens = 19, .hidden = 256, .top_k = 6, .slots = {5, 11}, .sentinels = 1.1, .adds = true},
       {.tokens = 50, .hidden = 16, .top_k = 8, .slots = {0}},
   };
@@ -222,7 +228,8 @@ TEST(Aggregate, VaryingSlotsOfManyItems) {
                                        .slots = {8, 9, 8, 7, 0, 8, 8, 1, 13, 40, 2, 0, 0},
                                        .sentinels = 0.05,
                                        .weighted = number % 2 == 0,
-                                       .adds = number >= 2},
+                                       .adds = number >= 2,
+                                       .some_add = number == 3},
                                       number);
   }
 }
@@ -237,7 +244,8 @@ TEST(Aggregate, AnyTopK) {
                       .top_k = top_k,
                       .sentinels = 0.1,
                       .weighted = number % 3 != 0,
-                      .adds = number % 4 == 1};
+                      .adds = number % 4 == 1,
+                      .some_add = number % 8 == 5};
       if (varies) c.slots = {top_k, top_k + 1, top_k - 1, top_k};
       SCOPED_TRACE(::testing::PrintToString(c));
       Problem<__nv_bfloat16> problem(c);

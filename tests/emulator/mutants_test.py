@@ -171,6 +171,8 @@ MUTANTS = [
      "a[kRows + i] = has ?", "a[kRows + i] = false ?", "UpProjectionDgrad.AddsTheRoutersPart"),
     ("the second term of the router's row is left out", "cuda/gemm/sm90/outer_product.cuh",
      "v_in_two ? u[i] : 0.0f", "0.0f", "UpProjectionDgrad.AddsTheFp32RoutersPart"),
+    ("sums of all tokens start from o as the first one's does", "cuda/kernels/aggregate.cuh",
+     "(adding >> token & 1) != 0", "(adding & 1) != 0", "FAILED  ] Aggregate.VaryingSlots"),
     ("rows of 32 slots follow those of the 32 before", "cuda/kernels/aggregate.cuh",
      "from == 0 ? ahead.row : slots.row", "slots.row", "FAILED  ] Aggregate.VaryingSlots"),
     ("an item begins with rows of the one before", "cuda/kernels/aggregate.cuh",

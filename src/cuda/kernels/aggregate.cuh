@@ -216,6 +216,12 @@ struct AggregateItem {
     if (tokens == 0) return 0;
     return at <= tokens ? p.gmem_token_offsets[first + at] : kNoSlot;
   }
+  // Not 0 where the sum of the token at this lane's place starts from what o holds.
+  __device__ uint32_t load_adds(AggregateArguments const& p) const {
+    int const lane = arch::lane_idx();
+    if (!p.adds_to_o || lane >= tokens) return 0;
+    return p.gmem_adds == nullptr ? 1 : p.gmem_adds[first + lane];
+  }
   static constexpr int kNoSlot = -1, kLastLane = arch::kWarpThreads - 1;
 };
 
@@ -237,6 +243,7 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
 
   Item own(p, item_tokens, item);
   int offset = own.load_offset(p);
+  uint32_t adds = own.load_adds(p);
   // That of lane 0 in the ring, of those in `offset`.
   int slot = of_lane(offset, 0);
   auto const load_slots = [&](int first) {
@@ -268,14 +275,15 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
     bool const stores = own.column < hidden;
     auto* gmem_o = static_cast<Element*>(p.gmem_o) + own.first * p.o_pitch + own.column;
     float sum[Vector::kElements];
+    uint32_t const adding = __ballot_sync(arch::kAllLanes, adds != 0);
+    int token = 0, token_end = of_lane(offset, 1);
     auto const begin_sum = [&] {
       TESSERA_UNROLL
       for (float& value : sum) value = 0;
-      if (p.adds_to_o && stores) {
+      if ((adding >> token & 1) != 0 && stores) {
         Vector::add(sum, *reinterpret_cast<uint4 const*>(gmem_o), 1.0f);
       }
     };
-    int token = 0, token_end = of_lane(offset, 1);
     begin_sum();
     // Ends the tokens whose last slot is the one before `to`.
     auto const finish = [&](int to) {
@@ -289,6 +297,7 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
     };
     finish(slot);
     int next_offset = 0, groups = 0;
+    uint32_t next_adds = 0;
     AggregateSlot first_of_next{-1, 1.0f};
     while (true) {
       int const place = (slot - of_lane(offset, 0)) & (kLanes - 1);
@@ -301,7 +310,9 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
       if constexpr (kFurther) {
         auto const get_item = [&] {
           item = next.drawn();
-          next_offset = Item(p, item_tokens, item).load_offset(p);
+          Item const following(p, item_tokens, item);
+          next_offset = following.load_offset(p);
+          next_adds = following.load_adds(p);
         };
         auto const get_first_slots = [&] {
           first_of_next =
@@ -336,6 +347,7 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
     if constexpr (!kFurther) break;
     own = Item(p, item_tokens, item);
     offset = next_offset;
+    adds = next_adds;
     slot = of_lane(offset, 0);
     ahead = first_of_next;
   }

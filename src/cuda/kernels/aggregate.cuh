@@ -7,11 +7,10 @@
 // Schedule a warp per (token, `slices` slices of 32 lanes * 16 bytes), those of a token side by side
 //   lanes      load 32 slots' rows and scores, one each, and hand them round by shuffle
 //   per group  issue slots_in_flight row loads of 16 bytes per lane, then add them in slot order
-//   ring       with token_offsets and K > 2: a warp per (some tokens side by side, a slice), whose slots follow
-//              each other: each row that is added makes room for the load of the one slots_in_flight after it, of
-//              whichever token; 32 slots' rows and scores are on their way while those before them are used
-//   beside     warps draw tokens, or items of the ring, of which the next one's offsets, slots and first rows are
-//              loaded while the last rows of this one are added
+//   ring       with token_offsets and K > 2, where o adds nothing: a warp per (some tokens side by side, a slice), whose
+//              slots follow each other: each row that is added makes room for the load of the one slots_in_flight after
+//              it, of whichever token; 32 slots' rows and scores are on their way while those before them are used
+//   beside     warps draw tokens
 // Numerics fp32 fma in ascending slot order from 0 or o, one rounding; a sentinel (row < 0) changes no sum, whatever
 //          its score; a token without rows gives +0; bitwise repeatable: yes
 // Requires 16-byte aligned bases and rows, T * warps of a token < 2^31; offsets are 64-bit, R*d may exceed 2^31; with
@@ -22,7 +21,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "../arch/dependent_launch.cuh"
 #include "../arch/load_global.cuh"
@@ -194,65 +192,36 @@ __device__ __forceinline__ AggregateSlot load_slot(AggregateArguments const& p, 
   return loaded;
 }
 
-// Some tokens side by side, none behind the last item, and a lane's columns of them.
+// A warp's item: some tokens side by side, none behind the last item. A row is loaded where the one slots_in_flight before
+// it was just added.
 template <class Config, class Element>
-struct AggregateItem {
-  int64_t first;
-  int tokens, column;
-
-  __device__ AggregateItem(AggregateArguments const& p, int item_tokens, uint32_t item) {
-    auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
-    uint32_t const group = item / parts;
-    first = int64_t{group} * item_tokens;
-    int64_t const left = p.tokens - first;
-    tokens = static_cast<int>(left < 0 ? 0 : left < item_tokens ? left : item_tokens);
-    column = static_cast<int>(item - group * parts) * kAggregateColumns<Config, Element> +
-             arch::lane_idx() * AggregateVector<Element>::kElements;
-  }
-  // Where the slots of the token at this lane's place begin, and where those of the last token end, which is also in
-  // the last lane; kNoSlot in between.
-  __device__ int load_offset(AggregateArguments const& p) const {
-    int const lane = arch::lane_idx(), at = lane == kLastLane ? tokens : lane;
-    if (tokens == 0) return 0;
-    return at <= tokens ? p.gmem_token_offsets[first + at] : kNoSlot;
-  }
-  // Not 0 where the sum of the token at this lane's place starts from what o holds.
-  __device__ uint32_t load_adds(AggregateArguments const& p) const {
-    int const lane = arch::lane_idx();
-    if (!p.adds_to_o || lane >= tokens) return 0;
-    return p.gmem_adds == nullptr ? 1 : p.gmem_adds[first + lane];
-  }
-  static constexpr int kNoSlot = -1, kLastLane = arch::kWarpThreads - 1;
-};
-
-// A warp's items, from `item` on; next.draw() asks for the one after them and next.drawn() has it, where there are
-// further ones. A ring of rows is on its way all the time: a row is loaded where the one slots_in_flight before it was
-// just added, also from this item to the next.
-template <class Config, class Element, class Next>
 __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, int item_tokens,
-                                                  uint32_t item, Next&& next) {
+                                                  uint32_t item) {
   using Vector = AggregateVector<Element>;
-  using Item = AggregateItem<Config, Element>;
   constexpr int kSlots = Config::config.slots_in_flight, kLanes = arch::kWarpThreads;
-  constexpr bool kFurther = std::remove_reference_t<Next>::kFurther;
+  constexpr int kNoSlot = -1, kLastLane = kLanes - 1;
   static_assert(Config::config.slices == 1, "a ring of rows");
   int const lane = arch::lane_idx();
   auto const of_lane = [](auto value, int from) {
     return __shfl_sync(arch::kAllLanes, value, from);
   };
-
-  Item own(p, item_tokens, item);
-  int offset = own.load_offset(p);
-  uint32_t adds = own.load_adds(p);
-  // That of lane 0 in the ring, of those in `offset`.
-  int slot = of_lane(offset, 0);
-  auto const load_slots = [&](int first) {
-    return load_slot(p, first + lane, of_lane(offset, Item::kLastLane));
-  };
-  AggregateSlot ahead = load_slots(slot);
+  auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
+  uint32_t const group = item / parts;
+  int64_t const first = int64_t{group} * item_tokens;
+  if (first >= p.tokens) return;
+  int const tokens = static_cast<int>(min(p.tokens - first, int64_t{item_tokens}));
+  int const column = static_cast<int>(item - group * parts) * kAggregateColumns<Config, Element> +
+                     lane * Vector::kElements;
   int const hidden = static_cast<int>(p.hidden);
-  auto const* gmem_y = static_cast<Element const*>(p.gmem_y) + own.column;
-  bool wanted = own.column < hidden;
+  bool const wanted = column < hidden;
+  // Where the slots of the token at this lane's place begin, and where those of the last token end, which is also in
+  // the last lane; kNoSlot in between.
+  int const place_of_lane = lane == kLastLane ? tokens : lane;
+  int const offset =
+      place_of_lane <= tokens ? p.gmem_token_offsets[first + place_of_lane] : kNoSlot;
+  int const begin = of_lane(offset, 0), end = of_lane(offset, kLastLane);
+  AggregateSlot ahead = load_slot(p, begin + lane, end);
+  auto const* const gmem_y = static_cast<Element const*>(p.gmem_y) + column;
   uint4 ring[kSlots];
   auto const load_row = [&](uint4& value, int row) {
     uint64_t const bytes =
@@ -263,93 +232,39 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
   TESSERA_UNROLL
   for (int i = 0; i < kSlots; ++i) load_row(ring[i], of_lane(ahead.row, i));
 
-  while (own.tokens > 0) {
-    if constexpr (kFurther) next.draw();
-    AggregateSlot slots;
-    // A row that is not there was loaded as zeros: their product with -0 changes no sum.
-    auto const take = [&](AggregateSlot const& loaded) {
-      slots = {loaded.row, loaded.row < 0 ? -0.0f : loaded.score};
-    };
-    take(ahead);
-
-    bool const stores = own.column < hidden;
-    auto* gmem_o = static_cast<Element*>(p.gmem_o) + own.first * p.o_pitch + own.column;
-    float sum[Vector::kElements];
-    uint32_t const adding = __ballot_sync(arch::kAllLanes, adds != 0);
-    int token = 0, token_end = of_lane(offset, 1);
-    auto const begin_sum = [&] {
+  AggregateSlot slots;
+  // A row that is not there was loaded as zeros: their product with -0 changes no sum.
+  auto const take = [&](AggregateSlot const& loaded) {
+    slots = {loaded.row, loaded.row < 0 ? -0.0f : loaded.score};
+  };
+  take(ahead);
+  auto* gmem_o = static_cast<Element*>(p.gmem_o) + first * p.o_pitch + column;
+  float sum[Vector::kElements] = {};
+  int token = 0, token_end = of_lane(offset, 1);
+  // Ends the tokens whose last slot is the one before `to`.
+  auto const finish = [&](int to) {
+    while (token_end == to) {
+      if (wanted) *reinterpret_cast<uint4*>(gmem_o) = Vector::round(sum);
+      gmem_o += p.o_pitch;
+      token_end = of_lane(offset, ++token + 1);
       TESSERA_UNROLL
       for (float& value : sum) value = 0;
-      if ((adding >> token & 1) != 0 && stores) {
-        Vector::add(sum, *reinterpret_cast<uint4 const*>(gmem_o), 1.0f);
-      }
-    };
-    begin_sum();
-    // Ends the tokens whose last slot is the one before `to`.
-    auto const finish = [&](int to) {
-      while (token_end == to) {
-        if (stores) *reinterpret_cast<uint4*>(gmem_o) = Vector::round(sum);
-        gmem_o += p.o_pitch;
-        ++token;
-        token_end = of_lane(offset, token + 1);
-        if (token_end != Item::kNoSlot) begin_sum();
-      }
-    };
-    finish(slot);
-    int next_offset = 0, groups = 0;
-    uint32_t next_adds = 0;
-    AggregateSlot first_of_next{-1, 1.0f};
-    while (true) {
-      int const place = (slot - of_lane(offset, 0)) & (kLanes - 1);
-      int const from = (place + kSlots) & (kLanes - 1);
-      float const scores = of_lane(slots.score, place + lane);
-      int rows = of_lane(from == 0 ? ahead.row : slots.row, from + lane);
-      // A group ahead of their first use, of which any use of these registers would have to wait for them.
-      if (from == kLanes - kSlots) ahead = load_slots(slot - place + kLanes);
-      bool last = false;
-      if constexpr (kFurther) {
-        auto const get_item = [&] {
-          item = next.drawn();
-          Item const following(p, item_tokens, item);
-          next_offset = following.load_offset(p);
-          next_adds = following.load_adds(p);
-        };
-        auto const get_first_slots = [&] {
-          first_of_next =
-              load_slot(p, of_lane(next_offset, 0) + lane, of_lane(next_offset, Item::kLastLane));
-        };
-        last = slot + kSlots >= of_lane(offset, Item::kLastLane);
-        // The next item with its offsets, and then its slots, in a group each, or at once where none are left.
-        if (last) {
-          if (groups <= 1) get_item();
-          if (groups <= 2) get_first_slots();
-          Item const following(p, item_tokens, item);
-          gmem_y = static_cast<Element const*>(p.gmem_y) + following.column;
-          wanted = following.column < hidden;
-          rows = first_of_next.row;
-        } else if (groups == 1) {
-          get_item();
-        } else if (groups == 2) {
-          get_first_slots();
-        }
-        ++groups;
-      }
-      TESSERA_UNROLL
-      for (int i = 0; i < kSlots; ++i) {
-        Vector::add(sum, ring[i], of_lane(scores, i));
-        load_row(ring[i], of_lane(rows, i));
-        finish(slot + i + 1);
-      }
-      if (kFurther ? last : token_end == Item::kNoSlot) break;
-      slot += kSlots;
-      if (from == 0) take(ahead);
     }
-    if constexpr (!kFurther) break;
-    own = Item(p, item_tokens, item);
-    offset = next_offset;
-    adds = next_adds;
-    slot = of_lane(offset, 0);
-    ahead = first_of_next;
+  };
+  finish(begin);
+  for (int slot = begin; token_end != kNoSlot; slot += kSlots) {
+    int const place = (slot - begin) & (kLanes - 1), from = (place + kSlots) & (kLanes - 1);
+    float const scores = of_lane(slots.score, place + lane);
+    int const rows = of_lane(from == 0 ? ahead.row : slots.row, from + lane);
+    // A group ahead of their first use, of which any use of these registers would have to wait for them.
+    if (from == kLanes - kSlots) ahead = load_slot(p, slot - place + kLanes + lane, end);
+    TESSERA_UNROLL
+    for (int i = 0; i < kSlots; ++i) {
+      Vector::add(sum, ring[i], of_lane(scores, i));
+      load_row(ring[i], of_lane(rows, i));
+      finish(slot + i + 1);
+    }
+    if (from == 0) take(ahead);
   }
 }
 
@@ -363,17 +278,13 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   if (token < p.tokens) aggregate_part<Config, Element>(p, token, item % parts);
 }
 
-struct AggregateOneItem {
-  static constexpr bool kFurther = false;
-};
-
 // The same in a ring, where numbers of slots vary.
 template <class Config, class Element>
 __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
     aggregate_ring(__grid_constant__ AggregateArguments const p, int const item_tokens) {
   static_assert(valid(Config::config));
-  aggregate_in_ring<Config, Element>(
-      p, item_tokens, blockIdx.x * Config::config.warps + arch::warp_idx(), AggregateOneItem());
+  aggregate_in_ring<Config, Element>(p, item_tokens,
+                                     blockIdx.x * Config::config.warps + arch::warp_idx());
 }
 
 // Beside the previous kernel of the stream, on the SMs that it leaves and then on all: as many CTAs as the device
@@ -403,33 +314,6 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
 }
 
-// Draws items of a warp, one ahead.
-struct AggregateTickets {
-  static constexpr bool kFurther = true;
-  uint32_t* gmem_counter;
-  uint32_t next = 0, last = 0;
-
-  __device__ void draw() { next = arch::lane_idx() == 0 ? atomicAdd(gmem_counter, 1u) : 0u; }
-  __device__ uint32_t drawn() { return last = __shfl_sync(arch::kAllLanes, next, 0); }
-};
-
-// The same in a ring: tickets are those of items.
-template <class Config, class Element>
-__global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
-    aggregate_beside_ring(__grid_constant__ AggregateBesideArguments const params,
-                          int const item_tokens) {
-  static_assert(valid(Config::config));
-  arch::let_next_kernel_start();
-  __threadfence();
-  AggregateTickets tickets{params.gmem_token_counter};
-  tickets.draw();
-  aggregate_in_ring<Config, Element>(params.aggregate, item_tokens, tickets.drawn(), tickets);
-  int64_t const items = aggregate_items<Config, Element>(params.aggregate, item_tokens);
-  int64_t const last_ticket = items + int64_t{gridDim.x} * Config::config.warps - 1;
-  if (tickets.last == last_ticket && arch::lane_idx() == 0) *params.gmem_token_counter = 0;
-  if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
-}
-
 template <class Config, class Element>
 cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t stream) {
   int64_t const parts = aggregate_parts<Config, Element>(args.hidden);
@@ -442,6 +326,7 @@ cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t
 
 template <class Config, class Element>
 cudaError_t launch_aggregate_ring_config(AggregateArguments const& args, cudaStream_t stream) {
+  if (args.adds_to_o) return cudaErrorInvalidValue;
   if (args.tokens == 0) return cudaSuccess;
   int const item_tokens = aggregate_item_tokens<Config, Element>(args);
   int64_t const items = aggregate_items<Config, Element>(args, item_tokens);
@@ -460,20 +345,6 @@ cudaError_t launch_aggregate_beside_config(AggregateBesideArguments const& args,
                             Config::config.threads(), 0, stream, args);
 }
 
-template <class Config, class Element>
-cudaError_t launch_aggregate_beside_ring_config(AggregateBesideArguments const& args, int sm_count,
-                                                cudaStream_t stream) {
-  if (args.aggregate.tokens == 0) return cudaSuccess;
-  int const item_tokens = aggregate_item_tokens<Config, Element>(args.aggregate);
-  if (aggregate_items<Config, Element>(args.aggregate, item_tokens) > INT32_MAX ||
-      args.aggregate.hidden >= kAggregateMostColumns) {
-    return cudaErrorInvalidValue;
-  }
-  return host::launch_early(aggregate_beside_ring<Config, Element>, true,
-                            unsigned(sm_count * Config::config.ctas_per_sm),
-                            Config::config.threads(), 0, stream, args, item_tokens);
-}
-
 // Rows and bases of 16 bytes.
 template <class Element>
 bool aggregate_serves(AggregateArguments const& args) {
@@ -488,7 +359,8 @@ bool aggregate_serves(AggregateArguments const& args) {
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream) {
   if (!aggregate_serves<Element>(args)) return cudaErrorInvalidValue;
-  if (args.gmem_token_offsets != nullptr && has_aggregate_ring(args.top_k)) {
+  bool const varies = args.gmem_token_offsets != nullptr;
+  if (varies && !args.adds_to_o && has_aggregate_ring(args.top_k)) {
     return launch_aggregate_ring_config<AggregateRing, Element>(args, stream);
   }
   return with_aggregate_config(args.top_k, [&]<class Config>(Config) {
@@ -502,9 +374,6 @@ cudaError_t launch_aggregate_beside(AggregateBesideArguments const& args, int sm
   constexpr int64_t kMaxTokens = int64_t{1} << 31;  // tickets are 32-bit
   if (!aggregate_serves<Element>(args.aggregate) || args.aggregate.tokens > kMaxTokens) {
     return cudaErrorInvalidValue;
-  }
-  if (args.aggregate.gmem_token_offsets != nullptr && has_aggregate_ring(args.aggregate.top_k)) {
-    return launch_aggregate_beside_ring_config<AggregateRing, Element>(args, sm_count, stream);
   }
   return with_aggregate_config(args.aggregate.top_k, [&]<class Config>(Config) {
     return launch_aggregate_beside_config<Config, Element>(args, sm_count, stream);

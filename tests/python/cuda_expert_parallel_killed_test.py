@@ -2,9 +2,9 @@
 """A rank that is killed in a backward pass over GPUs: every other rank reports it within its limit. Needs two GPUs, and
 uses up to four.
 
-The last rank kills itself instead of one of its calls of the library: before its rows come the others wait for its
-word that they are staged, before its results go back for its word that they are there. So that the pass has begun
-everywhere, steps before it are compared bit by bit.
+The last rank kills itself instead of its backward pass, or behind the first launch of it: before its rows come the
+others wait for its word that they are staged, before its results go back for its word that they are there. So that the
+pass has begun everywhere, steps before it are compared bit by bit.
 """
 
 import json
@@ -23,25 +23,30 @@ import gpu
 import tessera
 import torch
 import torch.distributed as dist
-from tessera import expert_parallel_session
+from tessera import expert_parallel_library, expert_parallel_session
 
 D, N, E, K, T = 512, 256, 16, 4, 300
 LIMIT = 1.0  # seconds of a wait
 SLACK = 5.0  # for the host, which may have to be scheduled, and for kernels behind the one that waits
-CASES = {"dispatch": "at staged", "combine": "at ack"}  # the call that is not made, where the others wait for it
+CASES = {"dispatch": "at staged", "combine": "at ack"}  # the first launch that is not made, where the others wait for it
 
 
 class Kills:
-    """The library, whose `call` kills the process when all that has been enqueued before it is done."""
+    """The library, whose backward pass kills the process ahead of `launch` when all that has been enqueued before it is
+    done."""
 
-    def __init__(self, call: str):
-        self._library, self._fatal = expert_parallel_session.load(), f"tessera_expert_parallel_{call}"
+    def __init__(self, launch: str):
+        self._library, self._launch = expert_parallel_session.load(), launch
 
     def __getattr__(self, name):
-        if name == self._fatal:
-            torch.cuda.synchronize()
-            os.kill(os.getpid(), signal.SIGKILL)
         return getattr(self._library, name)
+
+    def tessera_expert_parallel_backward(self, session, address: int, stream) -> None:
+        if self._launch == "combine":
+            args = expert_parallel_library.BackwardArgs.from_address(address)
+            assert self._library.tessera_expert_parallel_dispatch(session, args.dispatch, stream) == 0
+        torch.cuda.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rank_of_group(killed_at: str, bounded: bool, folder: str) -> None:

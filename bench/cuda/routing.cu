@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // route, metadata and router_loss, compared with their plain twins, and choose_tokens, which makes the tables as well,
-// its rows with its rule; then timed. Token rounding as the layer has it is timed with route: apart, and where it can as
-// route_and_rank, whose slots are compared with those of the two. Each is replayed as a graph of kRepeats calls over rotating buffers larger than
-// L2 and divided: launches included, gaps of an eager stream not.
+// its rows with its rule; then timed. Token rounding is timed with its route, too: in two calls, and where the layer
+// has one for both as route_and_rank, whose slots are compared with those of the two. Each is replayed as a graph of
+// kRepeats calls over rotating buffers larger than L2 and divided: launches included, gaps of an eager stream not.
 // bound_ms = the bytes of the op over the copy rate given.
 //
 //   routing [--json FILE] [--copy-tbps X]

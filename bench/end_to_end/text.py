@@ -98,7 +98,7 @@ def _encode(tokenizer, files, dtype) -> numpy.ndarray:
 
 
 def _fill(folder: pathlib.Path, files: list, listed: str, vocabulary: int) -> None:
-    """Makes the folder, whole or not at all, also where several programs do so at once: the first that ends names it."""
+    """Makes the folder, whole or not at all, also where several programs do so at once: the first to end names it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as name:
         own = pathlib.Path(name) / "text"

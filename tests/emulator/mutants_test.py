@@ -33,7 +33,7 @@ COMPILED = {
     "cuda/kernels/up_projection_dgrad_e4m3.cuh": ("up_projection_dgrad_e4m3_test.cpp", "UpProjectionDgradE4m3.*"),
     "cuda/kernels/quantise.cuh": ("quantise_test.cpp", "Quantise.*"),
     "cuda/router/block_ranks.cuh": ("mask_ranks_test.cpp", "MaskRanks.*"),
-    "cuda/kernels/route_and_rank.cuh": ("route_and_rank_test.cpp", "RouteAndRank.*"),
+    "cuda/kernels/route_and_rank.cuh": ("routing/route_and_rank_test.cpp", "RouteAndRank.*"),
     "cuda/gemm/sm90/mainloop_scaled.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/gemm/sm90/held_tile.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/gemm/produce/gather_scaled.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),

@@ -28,7 +28,7 @@ from tessera import expert_parallel_library, expert_parallel_session
 D, N, E, K, T = 512, 256, 16, 4, 300
 LIMIT = 1.0  # seconds of a wait
 SLACK = 5.0  # for the host, which may have to be scheduled, and for kernels behind the one that waits
-CASES = {"dispatch": "at staged", "combine": "at ack"}  # the first launch that is not made, where the others wait for it
+CASES = {"dispatch": "at staged", "combine": "at ack"}  # the launch that is not made, where the others wait for it
 
 
 class Kills:

@@ -105,8 +105,8 @@ constexpr size_t choose_tokens_workspace_bytes(int64_t tokens, int64_t experts) 
 /// cudaErrorInvalidValue: more than 32 groups, or than kMaxChoosingExperts experts (kernel_limits.hpp).
 cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t stream);
 
-/// Whether launch_route_and_rank serves a router: a softmax of the chosen, of at most 16 among at most 256 experts, and
-/// what else the fast kernel of route asks.
+/// Says whether launch_route_and_rank serves a router: a softmax of the chosen, at most 16 of at most 256 experts,
+/// without a selection bias, and what else the fast kernel of route asks.
 bool route_ranks_pairs(RouteArguments const& route);
 
 /// The top-k choice and its scores with c = 1, which `choice` names as its members, and the ranks of all pairs in the

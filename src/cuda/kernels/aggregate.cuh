@@ -7,9 +7,10 @@
 // Schedule a warp per (token, `slices` slices of 32 lanes * 16 bytes), those of a token side by side
 //   lanes      load 32 slots' rows and scores, one each, and hand them round by shuffle
 //   per group  issue slots_in_flight row loads of 16 bytes per lane, then add them in slot order
-//   ring       with token_offsets and K > 2, where o adds nothing: a warp per (some tokens side by side, a slice), whose
-//              slots follow each other: each row that is added makes room for the load of the one slots_in_flight after
-//              it, of whichever token; 32 slots' rows and scores are on their way while those before them are used
+//   ring       with token_offsets and K > 2, where o adds nothing: a warp per (some tokens side by side, a slice),
+//              whose slots follow each other: each row that is added makes room for the load of the one
+//              slots_in_flight after it, of whichever token; 32 slots' rows and scores are on their way while those
+//              before them are used
 //   beside     warps draw tokens
 // Numerics fp32 fma in ascending slot order from 0 or o, one rounding; a sentinel (row < 0) changes no sum, whatever
 //          its score; a token without rows gives +0; bitwise repeatable: yes
@@ -192,8 +193,8 @@ __device__ __forceinline__ AggregateSlot load_slot(AggregateArguments const& p, 
   return loaded;
 }
 
-// A warp's item: some tokens side by side, none behind the last item. A row is loaded where the one slots_in_flight before
-// it was just added.
+// A warp's item: some tokens side by side, none behind the last item. A row is loaded where the one slots_in_flight
+// before it was just added.
 template <class Config, class Element>
 __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, int item_tokens,
                                                   uint32_t item) {

@@ -9,9 +9,10 @@
 // Schedule kernels in the stream's order, choose_tokens_..
 //   keep   a CTA per expert: counts members and others; the rule gives m_e; the last pair that stays is found from the
 //          end of its class that is nearer, among the few that the nearest ranks of blocks leave in question, each
-//          compared with all, or bit by bit among all ranks, in shared memory where they fit. It is the expert's cut, and what it drops and adds
-//          moves the blocks' counts. Leaves which tokens of each 32 stay, and how many do ahead of them. balance_f,
-//          whose rule runs over the experts: counts and cuts in two launches, .._round between them
+//          compared with all, or bit by bit among all ranks, in shared memory where they fit. It is the expert's cut,
+//          and what it drops and adds moves the blocks' counts. Leaves which tokens of each 32 stay, and how many do
+//          ahead of them. balance_f, whose rule runs over the experts: counts and cuts in two launches, .._round
+//          between them
 //   scan   one CTA adds up the slots of earlier blocks, with tables another one the rows of earlier experts; only where
 //          they are so many that emit does not add them up itself
 //   emit   kernels/choose_tokens_emit.cuh
@@ -280,8 +281,8 @@ class ExpertColumn {
     for (int t = int(threadIdx.x); t < tokens_; t += Config::kThreads) visit(t, ranks_[t]);
   }
 
-  // The one of these keys that n - 1 are above, 0 < n <= count <= kThreads; no two are equal. Each is compared with all,
-  // by as many neighbouring threads as there are for it: one barrier, where a search bit by bit has dozens.
+  // Returns the one of these keys that n - 1 are above, 0 < n <= count <= kThreads; no two are equal. Each is compared
+  // with all, by as many neighbouring threads as there are for it: one barrier, where a search bit by bit has dozens.
   __device__ static uint64_t nth_largest(uint64_t const* smem_keys, int count, int n) {
     TESSERA_STATIC_SHARED(smem_found, uint64_t);
     int lanes = 1;

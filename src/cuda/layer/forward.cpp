@@ -141,7 +141,7 @@ RouteArguments topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
   };
 }
 
-/// Makes the top-k choice of every token. Returns the slots of a unit, if it ranks the slots for metadata as well, or 0.
+/// Makes the top-k choice of every token. Returns the slots of a unit, if it ranks slots for metadata as well, or 0.
 std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
                              RouterMemory const& memory, Sequence& sequence) noexcept {
   RouteArguments args = topk_choice(desc, tensors, memory);

@@ -16,7 +16,7 @@
 
 namespace tessera::cuda {
 
-// Of shared memory, which holds a block's ranks as (E, kRankPitch).
+// Shared memory holds a block's ranks as (E, kRankPitch).
 constexpr int kRankPitch = kChoiceBlockTokens + 1;
 
 // A warp's token: its ranks go to `column`, E values `stride` apart.

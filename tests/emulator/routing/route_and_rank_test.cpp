@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// route_and_rank, from the source that GPUs get, leaves every byte that route and rank_pairs leave: choices, scores, and
+// route_and_rank, from the source that GPUs get, leaves every byte that route and rank_pairs leave: choices, scores and
 // the workspace of choose_tokens.
 #include "cuda/kernels/route_and_rank.cuh"
 

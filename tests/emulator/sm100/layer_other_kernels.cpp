@@ -104,6 +104,11 @@ cudaError_t launch_expert_counts(int32_t const*, int64_t, int32_t*, cudaStream_t
   return never("launch_expert_counts");
 }
 [[gnu::weak]] int32_t route_unit_slots(RouteArguments const&) { return 0; }
+[[gnu::weak]] bool route_ranks_pairs(RouteArguments const&) { return false; }
+[[gnu::weak]] cudaError_t launch_route_and_rank(RouteArguments const&, ChooseTokensArguments const&,
+                                                cudaStream_t) {
+  return never("launch_route_and_rank");
+}
 
 }  // namespace tessera::cuda
 

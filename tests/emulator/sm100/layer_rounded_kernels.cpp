@@ -5,6 +5,7 @@
 #include "cuda/instances/choose_tokens.cu"
 #include "cuda/instances/down_projection_dgrad_swiglu.cu"
 #include "cuda/instances/route.cu"
+#include "cuda/instances/route_and_rank.cu"
 #include "cuda/instances/router_backward.cu"
 #include "cuda/instances/up_projection_dgrad.cu"
 #include "cuda/kernels/router_dlogits_rounded.cuh"

@@ -2,6 +2,7 @@
 // The router of a layer on sm_100a: included, so that what they include is emulated. Its GEMMs are the plain twins.
 #include "cuda/instances/choose_tokens.cu"
 #include "cuda/instances/route.cu"
+#include "cuda/instances/route_and_rank.cu"
 #include "cuda/kernels/router_dlogits_rounded.cuh"
 #include "cuda/layer/ops.hpp"
 #include "cuda/plain/router_dgrad.cu"

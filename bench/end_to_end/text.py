@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import shutil
 import tempfile
 
 import numpy
@@ -112,10 +111,10 @@ def _fill(folder: pathlib.Path, files: list, listed: str, vocabulary: int) -> No
         for part, of_part in (("training", training), ("held_out", held_out)):
             numpy.save(own / f"{part}.npy", _encode(tokenizer, of_part, dtype))
         (own / "used.json").write_text(json.dumps(tokenizer.get_vocab_size()), encoding="utf-8")
-        if not (folder / "used.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # what an older version left when it was interrupted
         with contextlib.suppress(OSError):  # another program was first
             own.rename(folder)
+    if not (folder / "used.json").exists():
+        raise ValueError(f"{folder}: is not whole; remove it, and the same command makes it again")
 
 
 def prepare(paths: list, vocabulary: int, context: int, cache: pathlib.Path, limit: int = 40_000_000) -> Corpus:

@@ -211,6 +211,9 @@ class Text(unittest.TestCase):
             self.assertEqual(first.held_out.tolist(), second.held_out.tolist())
             self.assertEqual([path.name for path in (folder / "cache").iterdir()],
                              [f"text-{first.digest[:16]}-300"])
+            next((folder / "cache").glob("*/used.json")).unlink()  # as an interrupted program of before leaves it
+            with self.assertRaisesRegex(ValueError, "is not whole; remove it"):
+                text.prepare([folder], 300, 16, folder / "cache")
 
 
 class Measured(unittest.TestCase):

@@ -115,7 +115,7 @@ std::vector<int32_t> inverse_permutation(Shape const& s, Routing const& routing)
   return inverse;
 }
 
-// Of 25 tokens two give their last slot to another one, so that there are as many in all.
+// Two tokens of 25 give their last slot to another one, so that the number of slots stays.
 std::vector<int32_t> varying_offsets(Shape const& s) {
   std::vector<int32_t> offsets{0};
   for (int t = 0; t < s.tokens; ++t) {

@@ -21,8 +21,8 @@ TEST(KernelOp, OfFastKernels) {
 // Replayed without its first kernel, choose_tokens would count on from the replay before, and write beyond its arrays.
 TEST(KernelOp, OfEveryKernelOfChooseTokens) {
   for (char const* const kernel :
-       {"route_and_rank<4, 32>", "rank_pairs<tessera::cuda::RankPairsConfig>",
-        "mask_ranks<tessera::cuda::RankPairsConfig>",
+       {"route_and_rank<tessera::cuda::RouteAndRankConfig, 4, 32>",
+        "rank_pairs<tessera::cuda::RankPairsConfig>", "mask_ranks<tessera::cuda::RankPairsConfig>",
         "choose_tokens_keep<tessera::cuda::ChooseTokensConfig>",
         "choose_tokens_emit<tessera::cuda::ChooseTokensConfig>"}) {
     EXPECT_EQ(op_of_kernel(std::string("void tessera::cuda::") + kernel +

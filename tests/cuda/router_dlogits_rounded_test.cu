@@ -28,7 +28,7 @@ struct Result {
   bool operator==(Result const&) const = default;
 };
 
-// What a call with rows makes beside it.
+// A call with rows makes this beside dlogits.
 struct Rows {
   explicit Rows(RoundedCase const& c, RoundedData const& data)
       : row_dlogits(4 * data.ids.size()),

@@ -112,7 +112,7 @@ struct Problem {
     return rounded<Value>(sum);
   }
 
-  // What is wrong after a launch, or nothing.
+  // Returns what is wrong after a launch, or nothing.
   std::string run(std::function<cudaError_t(AggregateArguments const&)> const& launch,
                   emulator::Schedule const& schedule) {
     std::memcpy(o.get(), before.get(), o.size() * sizeof(Value));

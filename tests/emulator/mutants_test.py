@@ -274,7 +274,7 @@ MUTANTS = [
     ("halves of partial sums in one lane are added twice", "cuda/kernels/route_and_rank.cuh",
      "part[i] += part[i + half];", "part[i] += part[i];", "FAILED  ] RouteAndRank"),
     ("terms that are too small are divided by a reciprocal", "cuda/kernels/route_and_rank.cuh",
-     "fits &= above >= kLeast;", "fits &= true;", "FAILED  ] RouteAndRank.LeavesTheGeneralWay"),
+     "fits &= above >= kLeastBelowLargest;", "fits &= true;", "FAILED  ] RouteAndRank.LeavesTheGeneralWay"),
     ("members rank among the others", "cuda/kernels/route_and_rank.cuh",
      "core::pair_rank(true, scores", "core::pair_rank(false, scores", "FAILED  ] RouteAndRank"),
     ("bf16 of codes have the scale of the next block", "cuda/kernels/quantise.cuh",

@@ -17,10 +17,11 @@ struct AggregateArguments {
   void* gmem_o;                             // (T,d), every element is written
   int64_t o_pitch;                          // elements from one row of o to the next
   bool adds_to_o;                           // the sum starts from what o holds, else from 0
-  uint8_t const* gmem_adds = nullptr;       // (T) or null: of tokens of 0 from 0 nevertheless
-  int64_t tokens;                           // T, 0 allowed
-  int64_t hidden;                           // d
-  int32_t top_k;                            // K; with token_offsets the typical number of slots
+  // (T) or null; with adds_to_o a token's sum starts from 0 if its byte is 0.
+  uint8_t const* gmem_adds = nullptr;
+  int64_t tokens;  // T, 0 allowed
+  int64_t hidden;  // d
+  int32_t top_k;   // K; with token_offsets the typical number of slots
 };
 
 /// Arguments of an aggregate that runs beside the previous launch of the stream. That one neither writes what is read
@@ -31,7 +32,7 @@ struct AggregateBesideArguments {
 };
 
 /// Launches on `stream`; allocates nothing, waits for nothing. Element: __nv_bfloat16 or float.
-/// cudaErrorInvalidValue: rows or bases not multiples of 16 bytes, 2^31 or more work items, or 2^29 columns and more.
+/// cudaErrorInvalidValue: rows or bases not multiples of 16 bytes, or 2^31 or more work items.
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream);
 

@@ -80,8 +80,8 @@ struct ChoiceWorkspace {
   core::ExpertPairs* gmem_pairs;  // (E)
   KeptTokens* gmem_kept;          // (E,blocks)
   uint32_t* gmem_ranks;           // (E,T); 0: not eligible
-  int32_t*
-      gmem_block_slots;  // (blocks+1): of each block; after scan their exclusive sums and the total
+  // (blocks+1) of each block; behind choose_tokens_scan, where that is launched, their exclusive sums and the total
+  int32_t* gmem_block_slots;
 
   __device__ static ChoiceWorkspace of(ChooseTokensArguments const& p) {
     int64_t const blocks = p.experts * choice_blocks(p.tokens);

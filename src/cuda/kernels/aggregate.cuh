@@ -15,7 +15,7 @@
 // Numerics fp32 fma in ascending slot order from 0 or o, one rounding; a sentinel (row < 0) changes no sum, whatever
 //          its score; a token without rows gives +0; bitwise repeatable: yes
 // Requires 16-byte aligned bases and rows, T * warps of a token < 2^31; offsets are 64-bit, R*d may exceed 2^31; with
-//          token_offsets P + 64 < 2^31, d < 2^29
+//          token_offsets P + 64 < 2^31
 #pragma once
 
 #include <cuda_bf16.h>
@@ -161,7 +161,7 @@ __host__ __device__ constexpr int64_t aggregate_parts(int64_t hidden) {
   return (hidden + kColumns - 1) / kColumns;
 }
 
-// Rows of fewer columns have bytes that 32 bits count.
+// The ring serves fewer columns: 32 bits count the bytes of a row.
 constexpr int64_t kAggregateMostColumns = int64_t{1} << 29;
 // An item has no more tokens: lanes hold their offsets, the end, that none follows, and the end again.
 constexpr int64_t kAggregateMostTokens = arch::kWarpThreads - 3;
@@ -175,7 +175,7 @@ int aggregate_item_tokens(AggregateArguments const& p) {
   return static_cast<int>(std::clamp<int64_t>(tokens, 1, kAggregateMostTokens));
 }
 template <class Config, class Element>
-__host__ __device__ int64_t aggregate_items(AggregateArguments const& p, int item_tokens) {
+int64_t aggregate_items(AggregateArguments const& p, int item_tokens) {
   return (p.tokens + item_tokens - 1) / item_tokens * aggregate_parts<Config, Element>(p.hidden);
 }
 
@@ -215,8 +215,8 @@ __device__ __forceinline__ void aggregate_in_ring(AggregateArguments const& p, i
                      lane * Vector::kElements;
   int const hidden = static_cast<int>(p.hidden);
   bool const wanted = column < hidden;
-  // Where the slots of the token at this lane's place begin, and where those of the last token end, which is also in
-  // the last lane; kNoSlot in between.
+  // Lane i has where the slots of the item's token i begin. The lane behind the last token and the last lane of all
+  // have where they end, and lanes between these two have kNoSlot.
   int const place_of_lane = lane == kLastLane ? tokens : lane;
   int const offset =
       place_of_lane <= tokens ? p.gmem_token_offsets[first + place_of_lane] : kNoSlot;
@@ -361,7 +361,8 @@ template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream) {
   if (!aggregate_serves<Element>(args)) return cudaErrorInvalidValue;
   bool const varies = args.gmem_token_offsets != nullptr;
-  if (varies && !args.adds_to_o && has_aggregate_ring(args.top_k)) {
+  if (varies && !args.adds_to_o && has_aggregate_ring(args.top_k) &&
+      args.hidden < kAggregateMostColumns) {
     return launch_aggregate_ring_config<AggregateRing, Element>(args, stream);
   }
   return with_aggregate_config(args.top_k, [&]<class Config>(Config) {

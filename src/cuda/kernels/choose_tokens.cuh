@@ -2,8 +2,9 @@
 // choose_tokens: expert e keeps its m_e pairs (token, e) of highest rank; slots by token, then expert.
 //   token rounding  m_e by core/token_rounding.hpp; members of the top-k choice rank above others
 //   expert choice   m_e = capacity, or an even share of the slots of all real tokens, no members: pairs rank by p
-// Shapes   ranks (E,T), their ends in each block of 32 tokens and blocks' counts of slots, as rank_pairs leaves them;
-//          ids, scores (P), token_offsets (T+1), and where the call wants them the routing tables
+// Shapes   ranks (E,T), their ends in each block of 32 tokens and blocks' counts of slots, as rank_pairs or
+//          route_and_rank leaves them; ids, scores (P), token_offsets (T+1), and where the call wants them the routing
+//          tables
 // Work     reads TE of ends and the ranks of few blocks, out of L2 where they fit, writes a bit of each pair; then that
 //          of choose_tokens_emit.cuh
 // Schedule kernels in the stream's order, choose_tokens_..

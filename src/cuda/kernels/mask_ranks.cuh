@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mask_ranks: takes padding out of what rank_pairs leaves: its pairs get no rank, and its slots do not count.
+// mask_ranks: takes padding out of what rank_pairs or route_and_rank leaves: its pairs get no rank, and its slots do
+//             not count.
 // Shapes   mask (T), ranks (E,T), slots of each block of 32 tokens, and of each block and expert the ends of the ranks
 // Work     reads T and, of each block with padding, 128E; writes 4E of every token of padding and 32E of such a block
 // Schedule a CTA per 32 tokens, two threads for each expert, which do nothing where no token is padding

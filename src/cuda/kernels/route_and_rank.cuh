@@ -36,6 +36,7 @@ namespace tessera::cuda {
 struct RouteAndRankConfig {
   static constexpr int kMaxLanes = 8;  // of a token; as many warps have the tokens of a CTA
   static constexpr int kMaxValues = 32;
+  static constexpr int kSmWarps = 24;  // that an SM is to hold, at 80 registers a thread
   static constexpr int kMaxTopK = SharedToken<kMaxLanes, kMaxValues>::kChoices * kMaxLanes;
   static constexpr int kMaxExperts = SharedToken<kMaxLanes, kMaxValues>::kExperts;
 };
@@ -44,8 +45,8 @@ struct RouteAndRankConfig {
 template <int kLanes, int kValues>
 struct SharedSoftmax {
   using Token = SharedToken<kLanes, kValues>;
-  // The 32 partial sums of a softmax have the experts e, 32 + e, 64 + e, .. each. A lane's value i belongs to the one
-  // of number i % kParts of its own.
+  // Partial sum e of the 32 of a softmax has every 32nd expert from e on. A lane has kParts of these sums whole: its
+  // value i belongs to number i % kParts of them.
   static constexpr int kParts = arch::kWarpThreads / kLanes;
   static_assert(kParts % 4 == 0);
 
@@ -68,19 +69,8 @@ struct SharedSoftmax {
   // too small are not.
   __device__ __forceinline__ static bool rank(int experts, float const* gmem_logits,
                                               uint32_t* smem_column) {
-    constexpr float kLeast = -60.0f;  // e^-60 is above 2^-90
     float value[kValues], own = -INFINITY;
-    TESSERA_UNROLL
-    for (int i = 0; i < kValues; i += 4) {
-      float4 four{-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-      if (Token::expert(i) < experts) {
-        four = *reinterpret_cast<float4 const*>(gmem_logits + Token::expert(i));
-      }
-      value[i] = four.x;
-      value[i + 1] = four.y;
-      value[i + 2] = four.z;
-      value[i + 3] = four.w;
-    }
+    Token::load_logits(experts, gmem_logits, -INFINITY, value);
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) own = fmaxf(own, value[i]);
     float const largest = core::key_value(largest_of<kLanes>(core::ordered_key(own)));
@@ -90,26 +80,22 @@ struct SharedSoftmax {
     for (int i = 0; i < kValues; ++i) {
       bool const exists = Token::expert(i) < experts;
       float const above = exists ? value[i] - largest : 0.0f;
-      fits &= above >= kLeast;  // not of NaN, and not where the largest is infinite
+      fits &= above >= kLeastBelowLargest;  // not of NaN, and not where the largest is infinite
       value[i] = core::exp_fp32_of_normal(above);
       part[i % kParts] += exists ? value[i] : 0.0f;
     }
     core::DivisionBy const sum(fold(part));
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
-      // The rank of a number that is neither NaN nor -0.
-      uint32_t const rank = __float_as_uint(sum.quotient(value[i])) + 1;
+      uint32_t const rank = rank_of_term(sum, value[i]);
       if (Token::expert(i) < experts) smem_column[Token::expert(i) * kRankPitch] = rank;
     }
     return fits;
   }
 };
 
-// An SM is to hold so many warps: at 80 registers a thread, T = 25344 are on their way at once.
-constexpr int kRouteAndRankWarps = 24;
-
-template <int kLanes, int kValues>
-__global__ void TESSERA_LAUNCH_BOUNDS_CTAS(kLanes* arch::kWarpThreads, kRouteAndRankWarps / kLanes)
+template <class Config, int kLanes, int kValues>
+__global__ void TESSERA_LAUNCH_BOUNDS_CTAS(kLanes* arch::kWarpThreads, Config::kSmWarps / kLanes)
     route_and_rank(__grid_constant__ RouteArguments const args,
                    __grid_constant__ ChooseTokensArguments const choice_args) {
   using Token = SharedToken<kLanes, kValues>;
@@ -132,6 +118,7 @@ __global__ void TESSERA_LAUNCH_BOUNDS_CTAS(kLanes* arch::kWarpThreads, kRouteAnd
   bool const is_right =
       SharedSoftmax<kLanes, kValues>::rank(p.experts, gmem_logits, smem_column) || !exists;
   uint32_t wrong = __ballot_sync(arch::kAllLanes, !is_right);
+  __syncwarp();  // other lanes write the ranks that are put right
   while (wrong != 0) {
     int const in_warp = (__ffs(static_cast<int>(wrong)) - 1) / kLanes, of_cta = of_warp + in_warp;
     wrong &= ~(kTokenLanes << in_warp * kLanes);
@@ -185,12 +172,13 @@ cudaError_t launch_route_and_rank_lanes(RouteArguments const& route,
     }
   }
   constexpr int kMaxShared = Token::kExperts * kRankPitch * 4;
-  cudaError_t const error = host::allow_shared_memory<route_and_rank<kLanes, kValues>>(kMaxShared);
+  cudaError_t const error =
+      host::allow_shared_memory<route_and_rank<Config, kLanes, kValues>>(kMaxShared);
   if (error != cudaSuccess || route.tokens == 0) return error;
   return host::launch_early(
-      route_and_rank<kLanes, kValues>, false, static_cast<unsigned>(choice_blocks(route.tokens)),
-      kLanes * arch::kWarpThreads, static_cast<size_t>(route.experts) * kRankPitch * 4, stream,
-      route, choice);
+      route_and_rank<Config, kLanes, kValues>, false,
+      static_cast<unsigned>(choice_blocks(route.tokens)), kLanes * arch::kWarpThreads,
+      static_cast<size_t>(route.experts) * kRankPitch * 4, stream, route, choice);
 }
 
 template <class Config>

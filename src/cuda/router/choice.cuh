@@ -340,20 +340,25 @@ struct SharedToken {
   __device__ static int lane() { return arch::lane_idx() % kLanes; }
   __device__ static int expert(int i) { return 4 * (i / 4 * kLanes + lane()) + i % 4; }
 
-  // Keys whose last bits are the expert's; 0 stands for no expert.
-  __device__ __forceinline__ static void load(RouteArguments const& p, bool has_own_p,
-                                              float const* gmem_logits, uint32_t (&keys)[kValues]) {
-    float value[kValues];
+  // The logits of this lane's experts; `missing` stands for no expert.
+  __device__ __forceinline__ static void load_logits(int experts, float const* gmem_logits,
+                                                     float missing, float (&value)[kValues]) {
     TESSERA_UNROLL
     for (int i = 0; i < kValues; i += 4) {
-      float4 const four = expert(i) < p.experts
-                              ? *reinterpret_cast<float4 const*>(gmem_logits + expert(i))
-                              : float4{};
+      float4 four{missing, missing, missing, missing};
+      if (expert(i) < experts) four = *reinterpret_cast<float4 const*>(gmem_logits + expert(i));
       value[i] = four.x;
       value[i + 1] = four.y;
       value[i + 2] = four.z;
       value[i + 3] = four.w;
     }
+  }
+
+  // Keys whose last bits are the expert's; 0 stands for no expert.
+  __device__ __forceinline__ static void load(RouteArguments const& p, bool has_own_p,
+                                              float const* gmem_logits, uint32_t (&keys)[kValues]) {
+    float value[kValues];
+    load_logits(p.experts, gmem_logits, 0.0f, value);
     select_by(p, has_own_p, value, expert);
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {

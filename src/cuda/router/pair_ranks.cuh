@@ -11,6 +11,7 @@
 #include "../host/choose_tokens.hpp"
 #include "../warp/fold.cuh"
 #include "block_ranks.cuh"
+#include "core/fp32_math.hpp"
 #include "core/router_math.hpp"
 #include "core/token_rounding.hpp"
 
@@ -18,6 +19,14 @@ namespace tessera::cuda {
 
 // Shared memory holds a block's ranks as (E, kRankPitch).
 constexpr int kRankPitch = kChoiceBlockTokens + 1;
+
+// Terms of a softmax are divided by core::DivisionBy where no logit is further below the largest: e^-60 is above 2^-90.
+constexpr float kLeastBelowLargest = -60.0f;
+
+// Returns the rank, core::pair_rank, of a pair that is no member and whose p is neither NaN nor -0.
+__device__ __forceinline__ uint32_t rank_of_term(core::DivisionBy const& sum, float term) {
+  return __float_as_uint(sum.quotient(term)) + 1;
+}
 
 // A warp's token: its ranks go to `column`, E values `stride` apart.
 struct RankedToken {
@@ -119,7 +128,6 @@ struct RankedToken {
   // too small for this.
   template <int kValues, bool kWhole>
   __device__ bool rank_in_registers() const {
-    constexpr float kLeast = -60.0f;  // e^-60 is above 2^-90
     int const lane = arch::lane_idx();
     float const* const own_logits = gmem_logits() + lane;
     auto const exists = [&](int i) { return kWhole || lane + i * arch::kWarpThreads < p.experts; };
@@ -137,7 +145,7 @@ struct RankedToken {
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       float const above = exists(i) ? value[i] - largest : 0.0f;
-      fits &= above >= kLeast;  // not of NaN, and not where the largest is infinite
+      fits &= above >= kLeastBelowLargest;  // not of NaN, and not where the largest is infinite
       value[i] = core::exp_fp32_of_normal(above);
       partial += exists(i) ? value[i] : 0.0f;
     }
@@ -146,8 +154,7 @@ struct RankedToken {
     uint32_t* const own_column = column + lane * stride;
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
-      // The rank of a number that is neither NaN nor -0.
-      uint32_t const rank = __float_as_uint(sum.quotient(value[i])) + 1;
+      uint32_t const rank = rank_of_term(sum, value[i]);
       if (exists(i)) own_column[i * arch::kWarpThreads * stride] = rank;
     }
     return true;

@@ -42,11 +42,11 @@ struct AggregateEightSlots {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 8, .ctas_per_sm = 4};
 };
 
-// Numbers of slots vary: 8 rows in a ring, which is full all the time, so that 28 warps of 72
-// registers have as many bytes in flight as 32 that wait for indices in between.
+// Numbers of slots vary: 8 rows in a ring, which is full all the time, so that 28 warps of 72 registers have as many
+// bytes in flight as 32 that wait for indices in between.
 struct AggregateRing {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 4, .ctas_per_sm = 7};
-  // An item has about so many slots, of two tokens at least. A warp begins it with two loads one behind the other ahead
+  // An item has about so many slots, of one token at least. A warp begins it with two loads one behind the other ahead
   // of its rows; but the more slots it has, the less evenly the warps end.
   // Measured: bench/results/archive/h200/2026-11-30-aggregate-varying.json
   static constexpr int item_slots(int top_k) { return top_k <= 8 ? 16 : 32; }

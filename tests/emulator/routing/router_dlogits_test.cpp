@@ -54,7 +54,7 @@ constexpr std::uint32_t kNothing = 0x7fc12345;  // a NaN that no kernel writes
 std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 bool is_nothing(float value) { return bits_of(value) == kNothing; }
 
-// What a call with rows makes beside dlogits. Lists have room for a token that nobody should name.
+// A call with rows makes this beside dlogits. Lists have room for a token that nobody should name.
 struct Listed {
   explicit Listed(RoundedCase const& c, std::size_t slots)
       : row_dlogits(slots, std::bit_cast<float>(kNothing)),

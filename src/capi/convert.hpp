@@ -19,7 +19,7 @@ namespace tessera::capi {
 inline thread_local char last_error[Status::kTextBytes] = "";
 
 inline int finish(Status const& status) noexcept {
-  std::memcpy(last_error, status.text(), Status::kTextBytes);
+  std::memcpy(last_error, status.text(), std::strlen(status.text()) + 1);
   return static_cast<int>(status.code());
 }
 
@@ -45,8 +45,10 @@ Status read_struct(char const* name, Struct const* from, Struct& out) noexcept {
   return {};
 }
 
+/// Most tensors of a call are absent: of these nothing else is read.
 inline Tensor tensor_of(tessera_tensor const& from) noexcept {
   Tensor tensor;
+  if (from.rank == 0) return tensor;
   tensor.data = from.data;
   tensor.dtype = static_cast<DType>(from.dtype);
   tensor.device = {static_cast<DeviceKind>(from.device_kind), from.device_index};

@@ -39,6 +39,7 @@ struct Driver {
 };
 Driver driver;
 thread_local std::vector<CUcontext> stack;  // the last is current
+thread_local int times_set = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local bool is_capturing = false;  // the thread, in the mode
 thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -77,6 +78,7 @@ CUresult get_current(CUcontext* context) {
 }
 CUresult set_current(CUcontext context) {
   if (CUresult const failed = result("cuCtxSetCurrent")) return failed;
+  ++times_set;
   if (!stack.empty()) stack.pop_back();
   if (context != nullptr) stack.push_back(context);
   return CUDA_SUCCESS;
@@ -140,6 +142,21 @@ TEST_F(CurrentContextTest, KeepsTheCallersContextOfTheDevice) {
   }
   EXPECT_EQ(stack, (std::vector<CUcontext>{&other, &own}));
   EXPECT_EQ(driver.retained[1], retained) << "nobody needed the primary context";
+}
+
+TEST_F(CurrentContextTest, SetsNothingWhereNothingChanges) {
+  stack = {&other, &own};
+  times_set = 0;
+  {
+    CurrentContext const scope(1, ContextChoice::any_of_device);
+  }
+  EXPECT_EQ(times_set, 0);
+  {
+    CurrentContext const scope(1, ContextChoice::any_of_device);
+    stack.back() = &other;  // by the body of the scope
+  }
+  EXPECT_EQ(times_set, 1);
+  EXPECT_EQ(current(), &own);
 }
 
 TEST_F(CurrentContextTest, PutsThePrimaryContextInItsPlaceWhereAsked) {

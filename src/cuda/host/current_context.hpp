@@ -80,8 +80,12 @@ inline cudaError_t make_current(int device, ContextChoice choice, CUcontext& bef
   return error == cudaSuccess ? static_cast<cudaError_t>(calls.set_current(primary)) : error;
 }
 
-/// Makes current what make_current() found, after it succeeded.
-inline void restore(CUcontext before) noexcept { context_calls().set_current(before); }
+/// Makes current what make_current() found, after it succeeded. Most often it still is.
+inline void restore(CUcontext before) noexcept {
+  CUcontext current = nullptr;
+  if (context_calls().get_current(&current) == CUDA_SUCCESS && current == before) return;
+  context_calls().set_current(before);
+}
 
 /// A context of `device`, current for the length of a scope.
 class CurrentContext {

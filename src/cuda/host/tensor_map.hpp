@@ -13,10 +13,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <utility>
 
 #include "driver.hpp"
+#include "kept_tensor_maps.hpp"
+#include "per_context.hpp"
 #include "projection.hpp"
 
 namespace tessera::cuda::host {
@@ -31,8 +34,8 @@ struct TensorMapShape {
   bool is_bytes = false;  // elements of one byte, e4m3
 };
 
-inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
-                                   TensorMapShape const& shape) {
+inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* gmem,
+                                     TensorMapShape const& shape) {
   static auto* const encode =
       driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   if (encode == nullptr) return cudaErrorNotSupported;
@@ -46,6 +49,30 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
              element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A call makes the maps of the call before: weights stay, and allocators give the same addresses again.
+inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
+                                   TensorMapShape const& shape) {
+  static KeptTensorMaps kept;
+  std::array<uint64_t, KeptTensorMaps::kKeyWords> const key = {
+      reinterpret_cast<uintptr_t>(gmem),
+      current_context_id(),
+      uint64_t(shape.rank) | uint64_t{shape.is_fp32} << 8 | uint64_t{shape.is_bytes} << 9 |
+          uint64_t{shape.box[4]} << 32,
+      shape.box[0] | uint64_t{shape.box[1]} << 32,
+      shape.box[2] | uint64_t{shape.box[3]} << 32,
+      shape.extent[0],
+      shape.extent[1],
+      shape.extent[2],
+      shape.extent[3],
+      shape.extent[4],
+      shape.stride_bytes[0],
+      shape.stride_bytes[1],
+      shape.stride_bytes[2],
+      shape.stride_bytes[3]};
+  return kept.find_or_make(map, key,
+                           [&](CUtensorMap& made) { return encode_tensor_map(made, gmem, shape); });
 }
 
 // (rows, columns), rows `pitch` elements apart, as (column, row). No rows: a map that is valid and never

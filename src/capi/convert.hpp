@@ -45,6 +45,16 @@ Status read_struct(char const* name, Struct const* from, Struct& out) noexcept {
   return {};
 }
 
+/// The same without a copy of a struct that is as long as this library's. out: the caller's, or `room`, which is read
+/// then.
+template <class Struct>
+Status read_struct(char const* name, Struct const* from, Struct& room,
+                   Struct const*& out) noexcept {
+  bool const same = from != nullptr && from->size == sizeof(Struct);
+  out = same ? from : &room;
+  return same ? Status() : read_struct(name, from, room);
+}
+
 /// Most tensors of a call are absent: of these nothing else is read.
 inline Tensor tensor_of(tessera_tensor const& from) noexcept {
   Tensor tensor;
@@ -58,6 +68,12 @@ inline Tensor tensor_of(tessera_tensor const& from) noexcept {
     tensor.stride[axis] = from.stride[axis];
   }
   return tensor;
+}
+
+/// The same into a view that is absent.
+template <class View>
+void set(View& out, tessera_tensor const& from) noexcept {
+  if (from.rank != 0) out = tensor_of(from);
 }
 
 inline Buffer buffer_of(tessera_buffer const& from) noexcept { return {from.data, from.bytes}; }

@@ -14,14 +14,18 @@ using tessera::Status;
 using tessera::StatusCode;
 using namespace tessera::capi;
 
+void set_weights(tessera::ExpertWeights& weights, tessera_expert_weights const& from) noexcept {
+  set(weights.w_up, from.w_up);
+  set(weights.w_gate, from.w_gate);
+  set(weights.w_down, from.w_down);
+  set(weights.b_up, from.b_up);
+  set(weights.b_gate, from.b_gate);
+  set(weights.b_down, from.b_down);
+}
+
 tessera::ExpertWeights weights_of(tessera_expert_weights const& from) noexcept {
   tessera::ExpertWeights weights;
-  weights.w_up = tensor_of(from.w_up);
-  weights.w_gate = tensor_of(from.w_gate);
-  weights.w_down = tensor_of(from.w_down);
-  weights.b_up = tensor_of(from.b_up);
-  weights.b_gate = tensor_of(from.b_gate);
-  weights.b_down = tensor_of(from.b_down);
+  set_weights(weights, from);
   return weights;
 }
 
@@ -73,36 +77,38 @@ Status tessera::capi::moe_desc_of(tessera_moe_desc const* desc, MoeDesc& out) no
 
 Status tessera::capi::backward_args_of(tessera_backward_args const* c_args,
                                        MoeBackwardArgs& args) noexcept {
-  tessera_backward_args from;
-  TESSERA_TRY(read_struct("tessera_backward_args", c_args, from));
-  args.d_o = tensor_of(from.d_o);
-  args.x = tensor_of(from.x);
-  args.h = tensor_of(from.h);
+  tessera_backward_args room;
+  tessera_backward_args const* read = nullptr;
+  TESSERA_TRY(read_struct("tessera_backward_args", c_args, room, read));
+  tessera_backward_args const& from = *read;
+  set(args.d_o, from.d_o);
+  set(args.x, from.x);
+  set(args.h, from.h);
   args.routing = buffer_of(from.routing);
-  args.w_router = tensor_of(from.w_router);
-  args.b_router = tensor_of(from.b_router);
-  args.weights = weights_of(from.weights);
-  args.dx = tensor_of(from.dx);
-  args.dscores = tensor_of(from.dscores);
-  args.dlogits = tensor_of(from.dlogits);
-  args.gradients.dw_up = tensor_of(from.dw_up);
-  args.gradients.dw_gate = tensor_of(from.dw_gate);
-  args.gradients.dw_down = tensor_of(from.dw_down);
-  args.gradients.db_up = tensor_of(from.db_up);
-  args.gradients.db_gate = tensor_of(from.db_gate);
-  args.gradients.db_down = tensor_of(from.db_down);
-  args.gradients.dw_router = tensor_of(from.dw_router);
-  args.gradients.db_router = tensor_of(from.db_router);
+  set(args.w_router, from.w_router);
+  set(args.b_router, from.b_router);
+  set_weights(args.weights, from.weights);
+  set(args.dx, from.dx);
+  set(args.dscores, from.dscores);
+  set(args.dlogits, from.dlogits);
+  set(args.gradients.dw_up, from.dw_up);
+  set(args.gradients.dw_gate, from.dw_gate);
+  set(args.gradients.dw_down, from.dw_down);
+  set(args.gradients.db_up, from.db_up);
+  set(args.gradients.db_gate, from.db_gate);
+  set(args.gradients.db_down, from.db_down);
+  set(args.gradients.dw_router, from.dw_router);
+  set(args.gradients.db_router, from.db_router);
   args.gradients.mode = static_cast<GradientMode>(from.accumulate);
-  args.dh = tensor_of(from.dh);
-  args.a_scaled = tensor_of(from.a_scaled);
-  args.dlogits_saved = tensor_of(from.dlogits_saved);
-  args.aux_dlogits = tensor_of(from.aux_dlogits);
+  set(args.dh, from.dh);
+  set(args.a_scaled, from.a_scaled);
+  set(args.dlogits_saved, from.dlogits_saved);
+  set(args.aux_dlogits, from.aux_dlogits);
   args.workspace = buffer_of(from.workspace);
-  args.token_mask = tensor_of(from.token_mask);
-  args.x8 = tensor_of(from.x8);
-  args.x_scale = tensor_of(from.x_scale);
-  args.h_scale = tensor_of(from.h_scale);
+  set(args.token_mask, from.token_mask);
+  set(args.x8, from.x8);
+  set(args.x_scale, from.x_scale);
+  set(args.h_scale, from.h_scale);
   args.weight_codes = codes_of(from.weight_codes);
   return {};
 }

@@ -97,13 +97,15 @@ class PreparedForward:
     """A forward pass in one launch, with memory for `rows` rows, which leaves tables and h for backward.
 
     x and weights are of these shapes and strides; ids and scores are contiguous, int32 and fp32; so are weights.
+    last_backward: what told the last prepared pass behind it from others, and that pass.
     """
 
-    __slots__ = ("args", "address", "fill")
+    __slots__ = ("args", "address", "fill", "last_backward")
 
     def __init__(self, session, rows: int, x: torch.Tensor, top_k: int, weights: tuple):
         training, device, tokens = session.training, x.device, x.shape[0]
         experts = session.desc.experts // session.desc.ranks
+        self.last_backward = None, None
         self.args = args = ForwardArgs(ctypes.sizeof(ForwardArgs))
         args.may_overflow = int(training.max_rows is None)
         self.address = addressof(args)
@@ -320,7 +322,7 @@ class PreparedBackward:
             args.side_stream = session.side_stream()
         return args
 
-    def run(self, session, memory, d_o, x, topk_ids, weights: list) -> tuple:
+    def run(self, session, memory, d_o, x, topk_ids, weights: tuple) -> tuple:
         """Gradients of x, topk_ids, topk_weights and WEIGHTS, None where nobody wants them."""
         # Scratch memory is free behind the call on the current stream.
         needed, gradients = self.fill(memory, d_o, x, topk_ids, *weights)

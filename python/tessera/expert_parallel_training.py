@@ -160,8 +160,13 @@ def _run_unfused(session: Session, layer: int, x, topk_ids, topk_weights, weight
 
 
 class Alike:
-    """Forward passes in one launch on tensors of the same shapes and strides, and their backward passes: prepared ones
-    are found by it."""
+    """Forward passes in one launch on tensors of the same shapes and strides: prepared ones are found by it. last: for
+    how many rows the last one had memory, and the prepared one."""
+
+    __slots__ = ("last",)
+
+    def __init__(self):
+        self.last = None, None
 
 
 def passes_like(session: Session, x, w_up, b_up) -> Alike:
@@ -170,19 +175,27 @@ def passes_like(session: Session, x, w_up, b_up) -> Alike:
 
 
 def _run_fused(session: Session, layer: int, alike: Alike, tensors: tuple) -> tuple:
-    """(memory of what is saved, o, rows that have memory) of a forward pass in one launch. tensors: x, topk_ids,
-    topk_weights, w_up, w_down, b_up, b_down."""
+    """(memory of what is saved, o, the prepared pass, rows that have memory) of a forward pass in one launch. tensors:
+    x, topk_ids, topk_weights, w_up, w_down, b_up, b_down."""
     training = session.training
     count = training.max_rows
     if count is None:
         _refuse_capture(tensors[0])
         last = session.rows_of_last_pass(layer)
         count = _memory_after(tensors[1].numel() if last is None else last, training.row_limit)
-    prepared = session.prepared((alike, count), lambda: PreparedForward(
-        session, count, tensors[0], tensors[1].shape[1], tensors[3:]))
+    rows, prepared = alike.last
+    if rows != count:
+        prepared = _prepare_forward(session, alike, count, tensors)
     memory, o = prepared.run(session, tensors)
     session.passes_counted += 1
-    return memory, o, count
+    return memory, o, prepared, count
+
+
+def _prepare_forward(session: Session, alike: Alike, count: int, tensors: tuple) -> PreparedForward:
+    prepared = session.prepared((alike, count), lambda: PreparedForward(
+        session, count, tensors[0], tensors[1].shape[1], tensors[3:]))
+    alike.last = count, prepared
+    return prepared
 
 
 def _launch(session: Session, options: tuple, x, topk_ids, topk_weights, weights: tuple, **saved) -> torch.Tensor:
@@ -214,11 +227,11 @@ def forward_saved(session: Session, layer, x, topk_ids, topk_weights, weights: t
         o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, session.training.save == "h")
     else:
         alike, tensors = passes_like(session, x, *weights[::2]), (x, topk_ids, topk_weights, *weights)
-        memory, o, _ = _run_fused(session, layer, alike, tensors)
+        memory, o, *_ = _run_fused(session, layer, alike, tensors)
         if session.training.max_rows is None:
             _ask(session, layer)
             if not session.all_fit:  # now it is known for how many rows there has to be memory
-                memory, o, _ = _run_fused(session, layer, alike, tensors)
+                memory, o, *_ = _run_fused(session, layer, alike, tensors)
         saved = _saved_in(session, memory)
         tables, h = saved.tables(), saved.h(x.dtype)
     return o, SavedPass(x, topk_ids, topk_weights, h, *tables)
@@ -262,15 +275,17 @@ class _FusedExperts(torch.autograd.Function):
     backward, the rows that count are those of the pass that left these tables."""
 
     @staticmethod
-    def forward(ctx, session: Session, layer: int, alike: Alike, *tensors):
-        memory, o, count = _run_fused(session, layer, alike, tensors)
-        number = None
-        if session.training.max_rows is None:
-            number = torch.tensor(session.passes_counted, device="cpu")
+    def forward(ctx, how: tuple, *tensors):
+        session, layer, alike = how
+        memory, o, prepared, count = _run_fused(session, layer, alike, tensors)
         x, topk_ids, topk_weights, *weights = tensors
-        ctx.save_for_backward(x, topk_ids, topk_weights if number is not None else None, memory, number, *weights)
+        if session.training.max_rows is None:
+            number = torch.scalar_tensor(session.passes_counted, dtype=torch.int64, device="cpu")
+            ctx.save_for_backward(x, topk_ids, memory, *weights, topk_weights, number)
+        else:
+            ctx.save_for_backward(x, topk_ids, memory, *weights)
         # Hooks on saved tensors may hand other strides back.
-        ctx.made = session, layer, alike if plain_saving() else None, count
+        ctx.made = session, layer, prepared if plain_saving() else None, count
         return o
 
     @staticmethod
@@ -281,29 +296,33 @@ class _FusedExperts(torch.autograd.Function):
 
 def _gradients(ctx, d_o) -> tuple:
     """What the backward pass of _FusedExperts returns."""
-    session, layer, alike, count = ctx.made
-    x, topk_ids, topk_weights, memory, number, *weights = ctx.saved_tensors
-    d_o, needs = d_o.contiguous(), ctx.needs_input_grad
-    if number is not None:
+    session, layer, forward, count = ctx.made
+    x, topk_ids, memory, w_up, w_down, b_up, b_down, *counted = ctx.saved_tensors
+    if not d_o.is_contiguous():
+        d_o = d_o.contiguous()
+    needs, weights = ctx.needs_input_grad, (w_up, w_down, b_up, b_down)
+    if counted:
         _refuse_capture(x)
-    if alike is None:
-        gradients = _backward_of_any(session, needs[3:], d_o, x, topk_ids, _saved_in(session, memory), weights,
-                                     number is not None)
+    if forward is None:
+        gradients = _backward_of_any(session, needs[1:], d_o, x, topk_ids, _saved_in(session, memory), weights,
+                                     bool(counted))
     else:
         captured = x.is_cuda and captures()
-        over_h = session.training.save == "h" and not captured and not keeps_graph()
-        prepared = session.prepared((alike, count, needs, over_h, captured), lambda: _prepare_backward(
-            session, needs[3:], d_o, x, topk_ids, _saved_in(session, memory), weights, over_h, number is not None))
+        key = needs, session.training.save == "h" and not captured and not keeps_graph(), captured
+        last, prepared = forward.last_backward
+        if last != key:
+            prepared = _prepare_backward(session, forward, key, (d_o, x, topk_ids, memory, weights), bool(counted))
         gradients = prepared.run(session, memory, d_o, x, topk_ids, weights)
-    if number is not None:
+    if counted:
+        topk_weights, number = counted
         count, all_fit = session.routed_rows(session.passes_counted - number.item())
         session.remember_rows(layer, count)
         if not all_fit:
             del gradients  # frees memory for the other pass
             rows = _dispatch_new(session, layer, d_o, x, topk_ids, topk_weights,
                                  memory_for(count, session.training.row_limit), False)
-            gradients = _run_backward(session, x, topk_ids, needs[3:], *rows, x.new_empty(0), weights)
-    return None, None, None, *gradients
+            gradients = _run_backward(session, x, topk_ids, needs[1:], *rows, x.new_empty(0), weights)
+    return None, *gradients
 
 
 _once = once_differentiable(_gradients)
@@ -316,9 +335,19 @@ def _backward_of_any(session: Session, needs: tuple, d_o, x, topk_ids, saved: Sa
     return _run_backward(session, x, topk_ids, needs, *rows, tables, h, weights)
 
 
-def _prepare_backward(session: Session, needs: tuple, d_o, x, topk_ids, saved: Saved, weights, over_h: bool,
+def _prepare_backward(session: Session, forward: PreparedForward, key: tuple, tensors: tuple,
                       may_overflow: bool) -> PreparedBackward:
-    names = "dx", "dscores", *_GRADIENT_OF
+    """key: what the gradients are wanted of, whether dh is written over h, and whether a graph captures the pass.
+    tensors: d_o, x, topk_ids, memory of what is saved, and the weights."""
+    prepared = session.prepared((forward, *key), lambda: _new_backward(session, key, *tensors, may_overflow))
+    forward.last_backward = key, prepared
+    return prepared
+
+
+def _new_backward(session: Session, key: tuple, d_o, x, topk_ids, memory, weights: tuple,
+                  may_overflow: bool) -> PreparedBackward:
+    needs, over_h, _ = key
+    needs, saved, names = needs[1:], _saved_in(session, memory), ("dx", "dscores", *_GRADIENT_OF)
     wanted = tuple([name if needed else None for name, needed in zip(names, (needs[0], *needs[2:]), strict=True)])
     return PreparedBackward(
         session, d_o, x, topk_ids, saved, weights, wanted=wanted, over_h=over_h, may_overflow=may_overflow,
@@ -416,4 +445,4 @@ def run_fused(session: Session, layer: int, alike: Alike, x, topk_ids, topk_weig
               b_down=None):
     """`run` with gradients, on tensors as a forward pass in one launch takes them, and which are alike."""
     apply = _apply_directly if direct() else _FusedExperts.apply
-    return apply(session, layer, alike, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
+    return apply((session, layer, alike), x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)

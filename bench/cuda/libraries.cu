@@ -7,8 +7,10 @@
 //
 //   libraries --library NAME=PATH --library NAME=PATH .. [--main-grad NAME=PATH].. [--config NAME].. [--rounds N]
 //             [--json FILE] [--zipf S | --shuffled-zipf S]
-//             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K]
+//             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K] [--behind reads]
 // --main-grad: a build whose weight gradients are fp32 and added to.
+// --behind reads: forward passes alone, each behind a reading of 512 MiB: caches hold clean lines of other memory, as
+// behind another layer of a model that decodes, and not what the pass before has left or written.
 // --zipf: expert e is as popular as 1 / (e+1)^S; or the same popularities in no order.
 #include <chrono>
 #include <cmath>
@@ -27,6 +29,16 @@ namespace {
 
 constexpr int kWarmUps = 10;
 constexpr int64_t kFillBytes = int64_t{256} << 20;  // takes longer than a call does on the host
+constexpr int64_t kReadBytes = int64_t{512} << 20;  // the same
+
+__global__ void read_all(uint4 const* gmem, int64_t count, uint32_t* gmem_sum) {
+  uint32_t sum = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    sum += gmem[i].x;
+  }
+  if (sum != 0) *gmem_sum = sum;  // never: they are zeros
+}
 
 struct Config {
   std::string name;
@@ -288,8 +300,10 @@ struct Times {
 
 // [pass][library]
 std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> const& layers,
-                                         int rounds) {
-  DeviceBuffer<char> const scratch(kFillBytes);
+                                         int rounds, bool behind_reads) {
+  DeviceBuffer<char> const scratch(behind_reads ? kReadBytes : kFillBytes);
+  DeviceBuffer<uint32_t> const sum(1);
+  TESSERA_CUDA(cudaMemset(scratch.get(), 0, size_t(scratch.count())));
   cudaStream_t stream;
   TESSERA_CUDA(cudaStreamCreate(&stream));
   size_t const count = layers.size();
@@ -298,15 +312,19 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
     for (cudaEvent_t& event : *events) TESSERA_CUDA(cudaEventCreate(&event));
   }
   std::vector<std::vector<Times>> times(2, std::vector<Times>(count));
-  std::vector<size_t> order(2 * count);
-  std::iota(order.begin(), order.end(), size_t{0});
+  std::vector<size_t> order;
+  for (size_t i = 0; i < 2 * count; i += behind_reads ? 2 : 1) order.push_back(i);
   std::mt19937 random(1);
   for (int round = -kWarmUps; round < rounds; ++round) {
     std::shuffle(order.begin(), order.end(), random);
-    for (size_t i = 0; i < order.size(); ++i) {
+    for (size_t i = 0; i < order.size() && !behind_reads; ++i) {
       TESSERA_CUDA(cudaMemsetAsync(scratch.get(), 0, kFillBytes, stream));
     }
     for (size_t const next : order) {
+      if (behind_reads) {
+        read_all<<<1024, 512, 0, stream>>>(reinterpret_cast<uint4 const*>(scratch.get()),
+                                           kReadBytes / 16, sum.get());
+      }
       TESSERA_CUDA(cudaEventRecord(begin[next], stream));
       auto const called = std::chrono::steady_clock::now();
       layers[next / 2]->run(next % 2 == 1, stream);
@@ -317,7 +335,7 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
     }
     TESSERA_CUDA(cudaStreamSynchronize(stream));
     if (round < 0) continue;
-    for (size_t pass = 0; pass < 2; ++pass) {
+    for (size_t pass = 0; pass < (behind_reads ? 1 : 2); ++pass) {
       float first = 0;
       for (size_t i = 0; i < count; ++i) {
         float ms = 0;
@@ -336,7 +354,7 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
 }
 
 std::string bench_config(Config const& config, std::vector<Library> const& libraries, int rounds,
-                         Popularities const& popularities) {
+                         Popularities const& popularities, bool behind_reads) {
   Inputs const inputs(config, popularities);
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<Agreement> checked;
@@ -348,10 +366,10 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
     TESSERA_CUDA(cudaDeviceSynchronize());
     checked.push_back(agreement(*layers.back(), *layers.front(), config.name));
   }
-  std::vector<std::vector<Times>> const times = time_all(layers, rounds);
+  std::vector<std::vector<Times>> const times = time_all(layers, rounds, behind_reads);
   std::string rows;
   MoeShape const& s = config.shape;
-  for (size_t pass = 0; pass < 2; ++pass) {
+  for (size_t pass = 0; pass < (behind_reads ? 1 : 2); ++pass) {
     for (size_t i = 0; i < layers.size(); ++i) {
       Quantiles const t = quantiles(times[pass][i].ms), ratio = quantiles(times[pass][i].of_first);
       float const host_us = quantiles(times[pass][i].host_us).median;
@@ -428,6 +446,7 @@ int main(int argc, char** argv) {
   tessera::MoeShape shape{};
   std::string command, json, rows, tokens;
   int rounds = 60;
+  bool behind_reads = false;
   Popularities popularities;
   for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
   for (int i = 1; i < argc; i += 2) {
@@ -452,6 +471,8 @@ int main(int argc, char** argv) {
       rounds = std::atoi(value.c_str());
     } else if ((is("--zipf") || is("--shuffled-zipf")) && std::atof(value.c_str()) > 0) {
       popularities = {std::atof(value.c_str()), flag == "--shuffled-zipf"};
+    } else if (flag == "--behind" && value == "reads") {
+      behind_reads = true;
     } else if (is("--json")) {
       json = value;
     } else {
@@ -469,7 +490,8 @@ int main(int argc, char** argv) {
       configs.push_back(config_of(name));
   }
   for (Config const& config : configs) {
-    rows += (rows.empty() ? "" : ",") + bench_config(config, libraries, rounds, popularities);
+    rows += (rows.empty() ? "" : ",") +
+            bench_config(config, libraries, rounds, popularities, behind_reads);
   }
   if (!json.empty()) write_json(json, command, rounds, rows);
   return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;

@@ -220,7 +220,7 @@ class Rank {
                             cudaMemcpyDeviceToDevice));
     if (shape_.transfer == Transfer::partial_combine) compute_wanted_of_owners(context);
   }
-  // Few tokens, whose kernels add up in another order, get company without experts.
+  // Few tokens, for which a layer has other kernels, get company without experts.
   void prepare_layer(Context const& context) {
     ExchangeShape const& s = shape_;
     int64_t const tokens = std::max<int64_t>(tokens_, cuda::kGemvTokens + 1);

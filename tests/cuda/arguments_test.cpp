@@ -333,6 +333,27 @@ TEST(Refuse, NoLayoutButTransposedBlocks) {
 }
 
 // A tile's number along n has 16 bits in what the scheduler announces.
+// Words of a call without rows are not cleared, as nothing makes its tables.
+TEST(PrefersFewTokens, CallsWithRowsAlone) {
+  for (std::int64_t const tokens : {0, 1, 8, 9}) {
+    MoeDesc desc;
+    desc.shape = {.tokens = tokens, .hidden = 64, .intermediate = 32, .experts = 4, .top_k = 2};
+    desc.dtype = DType::bf16;
+    desc.router.kind = RouterKind::given;
+    MoeForwardArgs args;
+    args.x = tensor(static_cast<void const*>(nowhere()), DType::bf16, {tokens, 64},
+                    Device{DeviceKind::cuda, 0});
+    args.o = tensor(nowhere(), DType::bf16, {tokens, 64}, Device{DeviceKind::cuda, 0});
+    args.weights = weights_without_memory(desc);
+    ExpertArguments const experts = expert_arguments(
+        desc, args, {{}, nowhere(), nowhere(), static_cast<std::int32_t*>(nowhere())});
+    EXPECT_EQ(prefers_few_tokens(experts_fwd_arguments(experts, {0, 64}, false,
+                                                       static_cast<std::int32_t*>(nowhere()))),
+              tokens == 1 || tokens == 8)
+        << tokens;
+  }
+}
+
 TEST(Refuse, MoreColumnsThanTilesCanBeNumbered) {
   constexpr std::int64_t kMax = std::int64_t{1} << 22;
   RouterDgradArguments args{};

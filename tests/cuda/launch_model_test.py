@@ -49,7 +49,8 @@ def chosen_tables(broken: str, scans: bool) -> list[Kernel]:
 
 def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool, scans: bool) -> list[Kernel]:
     """What the tables are made from lies where y is written later: scratch. early: without rounding none of these
-    kernels is, but they could be. The last one clears the words of the kernels behind."""
+    kernels is, but they could be. The last one clears the words of the kernels behind. metadata_scatter stands for
+    metadata_one_block, too, which lets the next kernel start."""
     starts = ["let", "wait"] if early else []
     clears = broken != "words_not_cleared"
     first = [Kernel("router_logits", ["read x", "write scratch"]),
@@ -57,7 +58,8 @@ def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool, s
     given = [Kernel("given_slots", ["write scratch", "write ids", "write scores"]),
              Kernel("metadata_rank", [*starts, "read ids", "write scratch"])]
     scatter = Kernel("metadata_scatter",
-                     [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early)
+                     [*(starts or ["let"]), *(["clear a"] if clears else []), "read ids", "read scratch",
+                      "write tables"], early)
     return [
         *(first if routed else given),
         *(chosen_tables(broken, scans) if rounds else [scatter]),
@@ -66,7 +68,8 @@ def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool, s
 
 
 def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool = False,
-            scans: bool = False) -> list[Kernel]:
+            scans: bool = False, one: bool = False) -> list[Kernel]:
+    """one: one kernel for few tokens has the experts, whatever makes the tables."""
     up = ["read tables", "read x", "write a of first", "write h", "announce a", "write a of last", "write h"]
     down = ["read tables", "await a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
     if broken == "only_first_experts":  # of a CTA: no reason to wait but the rule
@@ -74,6 +77,14 @@ def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool =
     if broken == "nothing_awaited":
         down.remove("await a")
     starts = {"let_before_wait": ["let", "wait"], "wait_before_let": ["wait", "let"]}.get(broken)
+    if one:
+        waits = ["wait"] if broken != "experts_read_at_once" else []
+        return [
+            *tables(routed, counts, False, broken, rounds, scans),
+            Kernel("experts_fwd_few_tokens", [*waits, "read tables", "read x", "write a of first", "write h",
+                                              "write a of last", "read a of first", "read a of last", "write scratch",
+                                              "read scratch", "read scores", "write o"], early=True),
+        ]
     return [
         *tables(routed, counts, starts is not None, broken, rounds, scans),
         Kernel("up_projection_fwd", (starts or ["let"]) + up, early=starts is not None),
@@ -191,17 +202,19 @@ def calls(seed: int, *makers) -> list[Kernel]:
 
 
 def step(chance, broken_forward: str = "", broken_backward: str = "", rounds: bool | None = None,
-         lists: bool | None = None) -> list[Kernel]:
+         lists: bool | None = None, one: bool | None = None) -> list[Kernel]:
     """rounds: whether tokens are rounded; where None, in a quarter of the calls with a router. lists: of these, whether
-    some are listed; where None, in half of them."""
+    some are listed; where None, in half of them. one: whether one kernel has the experts; where None, in a third unless
+    a rule is broken."""
     routed = bool(rounds) or chance.random() < 0.5
     fp32_router = routed and chance.random() < 0.5
     if rounds is None:
         rounds = routed and chance.random() < 0.25
     if lists is None:
         lists = chance.random() < 0.5
-    return [*forward(routed, chance.random() < 0.3, broken_forward, rounds,
-                     chance.random() < 0.5),
+    if one is None:
+        one = not broken_forward and not broken_backward and chance.random() < 0.3
+    return [*forward(routed, chance.random() < 0.3, broken_forward, rounds, chance.random() < 0.5, one),
             *backward(routed, broken_backward, fp32_router, rounds, rounds and lists)]
 
 
@@ -227,6 +240,9 @@ class LaunchModel(unittest.TestCase):
         for rule in ("let_before_wait", "only_first_experts", "nothing_awaited", "words_not_cleared"):
             with self.subTest(rule):
                 self.notices(broken_forward=rule)
+
+    def test_experts_of_few_tokens_need_their_rule(self):
+        self.notices(broken_forward="experts_read_at_once", one=True)
 
     def test_choose_tokens_needs_its_rules(self):
         for rule in ("keep_reads_at_once", "scan_never_waits", "emit_reads_at_once", "words_not_cleared"):

@@ -584,3 +584,5 @@ inline int4 load_from_cta(void const* smem_source, uint32_t rank) {
 }
 
 }  // namespace tessera::cuda::arch
+
+#include "tests/emulator/mma.hpp"

@@ -11,9 +11,7 @@ namespace tessera::cuda {
 
 struct ClearedWords {
   int32_t* gmem = nullptr;
-  int32_t count = 0;  // at most kMaxClearedWords
+  int32_t count = 0;
 };
-
-constexpr int kMaxClearedWords = 32;
 
 }  // namespace tessera::cuda

@@ -57,8 +57,8 @@ struct MatrixRows {
   int64_t pitch = 0;  // elements from one row to the next
 };
 
-/// Up to so many tokens weights are read by kernels that multiply no tiles: no expert has more rows than a few vectors
-/// by matrix take the time of the weights for. bench/results/archive/h200/2026-11-22-gemv.json
+/// Up to so many tokens w_router is read by a kernel that multiplies no tiles.
+/// bench/results/archive/h200/2026-11-22-gemv.json
 constexpr int64_t kGemvTokens = 8;
 
 /// l = x w_router^T + b_router, fp32 sums, not rounded.
@@ -90,7 +90,7 @@ struct UpProjectionFwdArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
-  bool few_tokens = false;       // at most kGemvTokens
+  bool few_tokens = false;       // at most kFewTokens (experts_fwd.hpp)
   /// Handover word, 0 at launch: says to the next kernel, down_projection_fwd, which experts it may read. Null: none.
   uint32_t* gmem_handover = nullptr;
 };
@@ -106,7 +106,7 @@ struct DownProjectionFwdArguments {
   int64_t hidden, intermediate;        // d, n
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
-  bool few_tokens = false;             // at most kGemvTokens
+  bool few_tokens = false;             // at most kFewTokens
   /// The handover word of the up_projection_fwd launched just before, in whose tail this one starts. Null: it starts
   /// after it.
   uint32_t* gmem_handover = nullptr;
@@ -134,12 +134,8 @@ cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int s
 cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int sm_count,
                                        cudaStream_t stream);
 
-/// For few tokens, where weights are contiguous along the reduction: a warp per few columns.
+/// For few tokens: a warp per expert.
 cudaError_t launch_router_logits_gemv(RouterLogitsArguments const& args, cudaStream_t stream);
-cudaError_t launch_up_projection_fwd_gemv(UpProjectionFwdArguments const& args,
-                                          cudaStream_t stream);
-cudaError_t launch_down_projection_fwd_gemv(DownProjectionFwdArguments const& args,
-                                            cudaStream_t stream);
 
 /// One thread per output, fp32 sums in order of the reduction; any size, stride, alignment and activation.
 cudaError_t launch_router_logits_plain(RouterLogitsArguments const& args, cudaStream_t stream);

@@ -231,7 +231,6 @@ template <class Config, template <class> class Sums>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Config>::kCtas)
     choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
-  static_assert(kThreads >= kMaxClearedWords);
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_kept);
   TESSERA_STATIC_SHARED(smem_counts, int[Config::kCtaWarps][kChoiceBlockTokens]);
   TESSERA_STATIC_SHARED(smem_ids, int32_t[Config::kStagedSlots]);

@@ -23,6 +23,7 @@
 
 #include "../arch/cluster.cuh"
 #include "../arch/cluster_load.cuh"
+#include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/static_shared.cuh"
@@ -222,8 +223,7 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
                                               int const (&ranks)[MetadataConfig::kRounds],
                                               ExpertSums sums, int const (&before)[4],
                                               ScatterStorage& smem) {
-  static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts &&
-                MetadataConfig::kThreads >= kMaxClearedWords);
+  static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts);
   int const own = static_cast<int>(threadIdx.x) * 4;  // the first of this thread's experts
   int2 all;
   scan_experts(sums, all, smem.warp_sums);
@@ -437,6 +437,7 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
 // Where all slots are one block, the workspace is not needed.
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_one_block(__grid_constant__ MetadataArguments const p) {
+  arch::let_next_kernel_start();  // experts_fwd_few_tokens, which waits
   TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_counts);
   TESSERA_STATIC_SHARED(smem, ScatterStorage);
   int experts[MetadataConfig::kRounds], ranks[MetadataConfig::kRounds];

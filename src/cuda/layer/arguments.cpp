@@ -101,7 +101,7 @@ UpProjectionFwdArguments up_projection_fwd_of(MoeDesc const& desc, ConstTensor c
           .intermediate = desc.shape.intermediate,
           .experts = static_cast<std::int32_t>(desc.shape.experts),
           .gmem_tile_counter = gmem_tile_counters + kUpProjectionCounter,
-          .few_tokens = core::dx_rows(desc) <= kGemvTokens};
+          .few_tokens = core::dx_rows(desc) <= kFewTokens};
 }
 
 AggregateArguments aggregate_of(MoeDesc const& desc, RoutingView const& tables, void const* gmem_y,
@@ -227,7 +227,7 @@ ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args
                .intermediate = s.intermediate,
                .experts = static_cast<std::int32_t>(s.experts),
                .gmem_tile_counter = memory.gmem_tile_counters + kDownProjectionCounter,
-               .few_tokens = s.tokens <= kGemvTokens},
+               .few_tokens = s.tokens <= kFewTokens},
       .aggregate = aggregate_of(desc, memory.tables, memory.gmem_y, memory.tables.scores, args.o)};
 }
 
@@ -332,6 +332,18 @@ AggregateArguments columns_of(AggregateArguments args, Columns columns) noexcept
   args.gmem_o = const_cast<void*>(bf16_at(args.gmem_o, columns.first));
   args.hidden = columns.count;
   return args;
+}
+
+ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, Columns columns,
+                                          bool in_place, std::int32_t* gmem_counters) noexcept {
+  return {.up = experts.up,
+          .down = in_place ? experts.down : columns_of(experts.down, columns),
+          .aggregate = in_place ? AggregateArguments{} : columns_of(experts.aggregate, columns),
+          .has_up = columns.first == 0,
+          .has_down = true,
+          .has_aggregate = !in_place,
+          .gmem_ticket = gmem_counters + kUpProjectionCounter,
+          .gmem_words = reinterpret_cast<std::uint32_t*>(gmem_counters + kNumTileCounters)};
 }
 
 ExpertWeights weights_without_memory(MoeDesc const& desc) noexcept {

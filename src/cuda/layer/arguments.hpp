@@ -6,6 +6,7 @@
 
 #include "cuda/host/aggregate.hpp"
 #include "cuda/host/bias_gradient.hpp"
+#include "cuda/host/experts_fwd.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/layer/plan.hpp"
@@ -73,6 +74,11 @@ BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const&
 DownProjectionFwdArguments columns_of(DownProjectionFwdArguments args, Columns columns) noexcept;
 UpProjectionDgradArguments columns_of(UpProjectionDgradArguments args, Columns columns) noexcept;
 AggregateArguments columns_of(AggregateArguments args, Columns columns) noexcept;
+
+/// Arguments of the experts in one launch, which makes some columns of o, and ahead of the first ones h and a.
+/// In place: rows of y are rows of o. gmem_counters: [kNumTileCounters + experts_words].
+ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, Columns columns,
+                                          bool in_place, std::int32_t* gmem_counters) noexcept;
 
 /// True if the experts may write their rows to `out` itself: rows are grouped, so each is a row of `out`, and its
 /// addresses suit the kernels.

@@ -16,7 +16,8 @@ namespace tessera::cuda {
 namespace {
 
 constexpr char kPlain[] = "one thread per output, fp32 sums in order";
-constexpr char kGemv[] = "few tokens: a warp per few columns, vectors by matrix";
+constexpr char kFew[] =
+    "few tokens: both projections and the sums in one launch, weights through rings of warps";
 constexpr char kAggregate[] = "a warp per token and slice of columns, slots in order";
 
 /// M_e of balanced routing.
@@ -138,7 +139,8 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args, Architect
   logits.hidden = s.hidden;
   logits.experts = static_cast<std::int32_t>(s.experts);
   logits.is_fp32 = core::has_fp32_router(desc);
-  Refusal const of_logits = prefers_gemv(logits) ? refuse(logits) : refuse(logits, architecture);
+  Refusal const of_logits =
+      prefers_few_tokens(logits) ? refuse(logits) : refuse(logits, architecture);
   if (of_logits.refused() || desc.router.replay || desc.experts_choose()) return of_logits;
   RouteArguments route{};
   route.experts = static_cast<std::int32_t>(s.experts);
@@ -174,33 +176,34 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, Asked
   ExpertArguments const experts =
       expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
   QuantisedOps const quantised(desc, asked);
+  bool const in_place = rows_lie_in(desc, args.o);
+  bool const few = !desc.quantises() &&
+                   prefers_few_tokens(experts_fwd_arguments(experts, first_columns(desc), in_place,
+                                                            static_cast<std::int32_t*>(nowhere())));
   if (desc.quantises()) {
     ops.push_back(quantised.copy(work::quantise_rows(desc)));
     if (!desc.weight_codes) ops.push_back(quantised.copy(work::quantise_weights(desc, true)));
     ops.push_back(quantised.gemm(work::up_projection_fwd(desc, rows), kFusedUp));
   } else {
-    bool const few = prefers_gemv(experts.up);
     ops.push_back(
         explanation(work::up_projection_fwd(desc, rows),
                     few ? Refusal{} : refuse(experts.up, asked.architecture),
-                    few ? kGemv : gemm_text(asked, experts.up, ", gather and activation fused")));
+                    few ? kFew : gemm_text(asked, experts.up, ", gather and activation fused")));
   }
   set_gemm(ops.back(), mean_rows(desc), desc.up_width() * s.intermediate, s.hidden);
   if (desc.quantises()) {
     ops.push_back(quantised.gemm(work::down_projection_fwd(desc, rows)));
   } else {
-    bool const few = prefers_gemv(experts.down);
     ops.push_back(explanation(
         work::down_projection_fwd(desc, rows),
         few ? Refusal{} : refuse(columns_of(experts.down, first_columns(desc)), asked.architecture),
-        few ? kGemv : gemm_text(asked, experts.down, "")));
+        few ? kFew : gemm_text(asked, experts.down, "")));
   }
   set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
-  std::string const when =
-      rows_lie_in(desc, args.o) ? ", for rows that have scores; others lie in their place" : "";
+  std::string const when = in_place ? ", for rows that have scores; others lie in their place" : "";
   ops.push_back(explanation(work::aggregate(desc, rows),
                             refuse(columns_of(experts.aggregate, first_columns(desc))),
-                            kAggregate + when + on));
+                            (few ? kFew : kAggregate) + when + on));
   return ops;
 }
 

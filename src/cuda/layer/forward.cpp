@@ -284,7 +284,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                  std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   std::uint64_t* const gmem_error = sequence.device().gmem_error();
-  ClearedWords const counters = tile_counters(plan.counters.in(base));
+  ClearedWords const counters = tile_counters(plan.counters.in(base), experts_words(desc));
   if (desc.grouping != RowGrouping::slots) {
     return add_groups(desc, {args.expert_offsets, args.row_scores}, tables, counters, sequence);
   }
@@ -341,6 +341,33 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
   add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, unit_slots, sequence);
 }
 
+/// The experts of a layer that does not quantise.
+void add_experts(MoeDesc const& desc, ExpertArguments& experts, bool in_place,
+                 std::int32_t* gmem_counters, Sequence& sequence) noexcept {
+  Columns const first{0, in_place ? desc.shape.hidden : column_chunk(desc)};
+  bool const few =
+      prefers_few_tokens(experts_fwd_arguments(experts, first, in_place, gmem_counters));
+  auto const add = [&](Columns columns, bool) {
+    if (few) {
+      return sequence.add("experts", [&](cudaStream_t stream) {
+        return launch_experts_fwd_few_tokens(
+            experts_fwd_arguments(experts, columns, in_place, gmem_counters),
+            sequence.device().sm_count(), stream);
+      });
+    }
+    DownProjectionFwdArguments down = in_place ? experts.down : columns_of(experts.down, columns);
+    if (columns.first == 0) {
+      hand_over(experts.up, down, sequence.device().architecture(),
+                gmem_counters + kForwardHandover);
+      sequence.select("up_projection_fwd", experts.up);
+    }
+    sequence.select("down_projection_fwd", down);
+    if (!in_place) sequence.select("aggregate", columns_of(experts.aggregate, columns));
+  };
+  if (in_place) return add(first, true);  // its rows are o, of which there is no chunk
+  for_each_column_chunk(desc, add);
+}
+
 }  // namespace
 
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
@@ -371,22 +398,8 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   if (desc.quantises()) {
     add_quantised_projections(desc, args, plan, base, routing, experts.down.gmem_y, sequence);
     if (!in_place) sequence.select("aggregate", experts.aggregate);
-  } else if (in_place) {  // its rows are o, of which there is no chunk
-    hand_over(experts.up, experts.down, device.architecture(),
-              plan.counters.in(base) + kForwardHandover);
-    sequence.select("up_projection_fwd", experts.up);
-    sequence.select("down_projection_fwd", experts.down);
   } else {
-    for_each_column_chunk(desc, [&](Columns columns, bool) {
-      DownProjectionFwdArguments down = columns_of(experts.down, columns);
-      if (columns.first == 0) {
-        hand_over(experts.up, down, device.architecture(),
-                  plan.counters.in(base) + kForwardHandover);
-        sequence.select("up_projection_fwd", experts.up);
-      }
-      sequence.select("down_projection_fwd", down);
-      sequence.select("aggregate", columns_of(experts.aggregate, columns));
-    });
+    add_experts(desc, experts, in_place, plan.counters.in(base), sequence);
   }
   if (in_place) add_zero_tail(desc, routing, args.o, sequence);
   return sequence.status();

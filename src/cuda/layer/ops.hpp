@@ -7,6 +7,7 @@
 
 #include "cuda/host/aggregate.hpp"
 #include "cuda/host/bias_gradient.hpp"
+#include "cuda/host/experts_fwd.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
@@ -23,8 +24,8 @@ template <class Arguments>
 struct Op {
   cudaError_t (*fast)(Arguments const& args, int sm_count, cudaStream_t stream);
   cudaError_t (*plain)(Arguments const& args, cudaStream_t stream);  // serves every call
-  cudaError_t (*few_tokens)(Arguments const& args,
-                            cudaStream_t stream) = nullptr;  // where prefers_gemv() says so
+  /// Serves calls of few tokens, as prefers_few_tokens() says.
+  cudaError_t (*few_tokens)(Arguments const& args, int sm_count, cudaStream_t stream) = nullptr;
   /// Takes the place of `fast` on sm_100a; null: `fast` runs there too, or the op has no kernel yet.
   cudaError_t (*sm100)(Arguments const& args, int sm_count, cudaStream_t stream) = nullptr;
 };
@@ -50,7 +51,7 @@ inline constexpr Op<RouterLogitsArguments> kOp<RouterLogitsArguments>{
           return launch_router_logits(args, sm_count, stream);
         },
     .plain = launch_router_logits_plain,
-    .few_tokens = launch_router_logits_gemv};
+    .few_tokens = kOfAnySms<launch_router_logits_gemv>};
 template <>
 inline constexpr Op<RouteArguments> kOp<RouteArguments>{.fast = kOfAnySms<launch_route>,
                                                         .plain = launch_route_plain};
@@ -61,13 +62,12 @@ template <>
 inline constexpr Op<UpProjectionFwdArguments> kOp<UpProjectionFwdArguments>{
     .fast = launch_up_projection_fwd,
     .plain = launch_up_projection_fwd_plain,
-    .few_tokens = launch_up_projection_fwd_gemv,
+    .few_tokens = launch_up_projection_fwd_few_tokens,
     .sm100 = launch_up_projection_fwd_sm100};
 template <>
 inline constexpr Op<DownProjectionFwdArguments> kOp<DownProjectionFwdArguments>{
     .fast = launch_down_projection_fwd,
     .plain = launch_down_projection_fwd_plain,
-    .few_tokens = launch_down_projection_fwd_gemv,
     .sm100 = launch_down_projection_fwd_sm100};
 template <>
 inline constexpr Op<AggregateArguments> kOp<AggregateArguments>{

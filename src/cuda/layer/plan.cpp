@@ -6,6 +6,7 @@
 #include "core/gradient_dtype.hpp"
 #include "core/router_math.hpp"
 #include "cuda/host/choose_tokens.hpp"
+#include "cuda/host/experts_fwd.hpp"
 #include "cuda/host/low_precision.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
@@ -104,6 +105,12 @@ bool chooses_tokens(MoeDesc const& desc) noexcept {
   return !desc.router.replay && (desc.rounds_tokens() || desc.experts_choose());
 }
 
+std::int64_t experts_words(MoeDesc const& desc) noexcept {
+  MoeShape const& s = desc.shape;
+  if (desc.quantises() || s.tokens > kFewTokens) return 0;
+  return few_tokens_words(desc.num_slots(), s.experts, s.hidden);
+}
+
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
   MoeShape const& s = desc.shape;
   std::int64_t const slots = desc.num_slots();
@@ -112,7 +119,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   if (desc.save == SavePolicy::none) {
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_bytes));
   }
-  out.counters = plan.add<std::int32_t>(kNumTileCounters);
+  out.counters = plan.add<std::int32_t>(kNumTileCounters + experts_words(desc));
   bool const quantises = desc.quantises();
   if (quantises) {
     out.a8 = plan_codes(desc, slots, s.intermediate, true, plan);

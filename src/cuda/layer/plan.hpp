@@ -53,6 +53,9 @@ void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
 /// True where choose_tokens chooses the slots, and in forward makes their tables in the place of metadata.
 bool chooses_tokens(MoeDesc const& desc) noexcept;
 
+/// Words of experts_fwd_few_tokens, behind the counters: none where no call of the desc takes that kernel.
+std::int64_t experts_words(MoeDesc const& desc) noexcept;
+
 /// Regions of token rounding and expert choice.
 struct ChoicePlan {
   core::Region<float> member_scores;  ///< [T,K], token rounding
@@ -67,7 +70,7 @@ struct CodesRegion {
 
 struct ForwardPlan {
   core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
-  core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
+  core::Region<std::int32_t> counters;  ///< [kNumTileCounters + experts_words]
   core::Region<float> logits;           ///< [T,E], with a router whose tables do not have them
   core::Region<std::uint16_t>
       router_terms;                ///< [E,router_terms_pitch(d)] bf16, with an fp32 router

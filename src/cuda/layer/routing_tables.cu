@@ -11,7 +11,6 @@ namespace tessera::cuda {
 namespace {
 
 constexpr int kScanThreads = 1024;
-static_assert(kScanThreads >= kMaxClearedWords);
 
 __device__ int64_t value_at(Integers const& integers, int64_t i) {
   return integers.is_int64 ? static_cast<int64_t const*>(integers.gmem)[i]
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(kScanThreads) grouped_offsets(GroupedRows cons
   __shared__ int smem_bad;  // the first expert whose end breaks a rule
   bool const sums = p.grouping == RowGrouping::counts;
   int const lane = static_cast<int>(threadIdx.x);
-  if (lane < p.cleared.count) p.cleared.gmem[lane] = 0;
+  for (int i = lane; i < p.cleared.count; i += kScanThreads) p.cleared.gmem[i] = 0;
   if (lane == 0) {
     smem_bad = INT_MAX;
     p.tables.expert_offsets[0] = 0;

@@ -28,7 +28,6 @@ bool aligned(void const* gmem) noexcept {
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;  // of ragged tensor maps
 // A tile's number has 16 bits, one of them its sign.
 constexpr std::int64_t kMaxColumns = std::int64_t{1} << 22;
-constexpr std::int64_t kMaxGemvRows = 4096;  // a CTA for each and every few columns
 
 // Checks what TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {
@@ -301,20 +300,29 @@ Refusal refuse_sm100(DownProjectionDgradArguments const& args) noexcept {
   return refuse_interleaved_sm100(args.interleaved);
 }
 
-bool prefers_gemv(RouterLogitsArguments const& args) noexcept {
+bool prefers_few_tokens(RouterLogitsArguments const& args) noexcept {
   constexpr std::int64_t kFp32Vector = 4;
   bool const vectors =
       !args.is_fp32 || (args.w_router.pitch % kFp32Vector == 0 && aligned(args.w_router.gmem));
   return args.x.rows <= kGemvTokens && vectors && !refuse(args).refused();
 }
-bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept {
-  bool const contiguous = args.w_up[0].column_stride == 1 &&
-                          (!args.activation.gated() || args.w_up[1].column_stride == 1);
-  return args.few_tokens && contiguous && args.rows <= kMaxGemvRows && !refuse(args).refused();
+/// Rows are contiguous along the reduction, and eight that follow each other lie equally far apart.
+static bool has_bulk_rows(WeightRows const& w) noexcept {
+  return w.column_stride == 1 && w.block % kFewTokensRows == 0;
 }
-bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept {
-  return args.few_tokens && args.w_down.column_stride == 1 && args.rows <= kMaxGemvRows &&
+bool prefers_few_tokens(UpProjectionFwdArguments const& args) noexcept {
+  return args.few_tokens && has_bulk_rows(args.w_up[0]) &&
+         (!args.activation.gated() || has_bulk_rows(args.w_up[1])) &&
+         few_tokens_blocks(args.rows, args.experts) <= kFewTokensMostBlocks &&
          !refuse(args).refused();
+}
+bool prefers_few_tokens(ExpertsFwdArguments const& args) noexcept {
+  DownProjectionFwdArguments const& down = args.down;
+  if (args.has_up && !prefers_few_tokens(args.up)) return false;
+  if (args.has_aggregate && refuse(args.aggregate).refused()) return false;
+  return down.rows > 0 && down.few_tokens && has_bulk_rows(down.w_down) &&
+         few_tokens_blocks(down.rows, down.experts) <= kFewTokensMostBlocks &&
+         !refuse(down).refused();
 }
 
 }  // namespace tessera::cuda

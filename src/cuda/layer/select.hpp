@@ -60,13 +60,9 @@ bool takes_pairs(Arguments const& args, int sm_count) noexcept {
 }
 
 /// True where the kernel for few tokens serves a call.
-bool prefers_gemv(RouterLogitsArguments const& args) noexcept;
-bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept;
-bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept;
-template <class Arguments>
-bool prefers_gemv(Arguments const&) noexcept {  // the other ops have none
-  return false;
-}
+bool prefers_few_tokens(RouterLogitsArguments const& args) noexcept;
+bool prefers_few_tokens(UpProjectionFwdArguments const& args) noexcept;
+bool prefers_few_tokens(ExpertsFwdArguments const& args) noexcept;
 
 /// The kernel that serves a call.
 template <class Arguments>
@@ -75,7 +71,7 @@ cudaError_t launch(Arguments const& args, Architecture architecture, int sm_coun
   constexpr Op<Arguments> const& op = kOp<Arguments>;
   static_assert(op.fast != nullptr && op.plain != nullptr, "ops.hpp has no row for this op");
   if constexpr (op.few_tokens != nullptr) {
-    if (prefers_gemv(args)) return op.few_tokens(args, stream);
+    if (prefers_few_tokens(args)) return op.few_tokens(args, sm_count, stream);
   }
   if (refuse(args, architecture).refused()) return op.plain(args, stream);
   if constexpr (op.sm100 != nullptr) {
@@ -91,7 +87,6 @@ void hand_over(First& first, Second& second, Architecture architecture,
                std::int32_t* gmem_word) noexcept {
   if (architecture != Architecture::sm_90) return;
   if (first.rows == 0 || refuse(first).refused() || refuse(second).refused()) return;
-  if (prefers_gemv(first) || prefers_gemv(second)) return;
   first.gmem_handover = second.gmem_handover = reinterpret_cast<std::uint32_t*>(gmem_word);
 }
 

@@ -4,10 +4,12 @@
 
 namespace tessera::cuda {
 
-// Words: ClearedWords (host/cleared_words.hpp). By a CTA of at least kMaxClearedWords threads.
+// Words: ClearedWords (host/cleared_words.hpp). By all threads of a CTA.
 template <class Words>
 __device__ __forceinline__ void clear_words(Words const& words) {
-  if (static_cast<int>(threadIdx.x) < words.count) words.gmem[threadIdx.x] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < words.count; i += static_cast<int>(blockDim.x)) {
+    words.gmem[i] = 0;
+  }
 }
 
 }  // namespace tessera::cuda

@@ -109,27 +109,6 @@ __device__ __forceinline__ void dot_products(__nv_bfloat16 const* const (&x)[kRo
   }
 }
 
-// Up to kGemvRows neighbouring rows of one expert; none: this CTA has nothing to do.
-struct GemvRows {
-  int expert, first, count;
-};
-
-// The CTA of row `row` serves it and those behind it if it stands at a multiple of kGemvRows within its expert. All
-// threads of the CTA look at offsets, once.
-__device__ __forceinline__ GemvRows gemv_rows(int32_t const* gmem_offsets, int experts, int row) {
-  __shared__ GemvRows smem_rows;
-  if (threadIdx.x == 0) smem_rows = {0, row, 0};
-  __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
-    int const begin = gmem_offsets[e], end = gmem_offsets[e + 1];
-    if (begin <= row && row < end && (row - begin) % kGemvRows == 0) {
-      smem_rows = {e, row, min(kGemvRows, end - row)};
-    }
-  }
-  __syncthreads();
-  return smem_rows;
-}
-
 // Calls body(std::integral_constant<int, kRows>) with the least of 1, 2, 4 that is at least `count`.
 template <class Body>
 __device__ __forceinline__ void with_rows(int count, Body&& body) {

@@ -8,6 +8,7 @@
 #include "cuda/host/aggregate.hpp"
 #include "cuda/host/bias_gradient.hpp"
 #include "cuda/host/choose_tokens.hpp"
+#include "cuda/host/experts_fwd.hpp"
 #include "cuda/host/low_precision.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/mxfp8.hpp"
@@ -70,7 +71,7 @@ NEVER_ON_SMS(launch_up_projection_fwd, UpProjectionFwdArguments)
 NEVER(launch_bias_gradient, BiasGradientArguments)
 NEVER(launch_bias_gradient_plain, BiasGradientArguments)
 NEVER(launch_choose_tokens, ChooseTokensArguments)
-NEVER(launch_down_projection_fwd_gemv, DownProjectionFwdArguments)
+NEVER_ON_SMS(launch_experts_fwd_few_tokens, ExpertsFwdArguments)
 NEVER(launch_down_projection_fwd_plain, DownProjectionFwdArguments)
 NEVER(launch_grouped_rows, GroupedRows)
 NEVER(launch_mask_choice, MaskChoice)
@@ -92,7 +93,7 @@ NEVER(launch_router_wgrad_plain, RouterWgradArguments)
 NEVER(launch_score_choice_plain, ScoreChoiceArguments)
 NEVER(launch_split_fp32_plain, SplitArguments)
 NEVER(launch_token_order, TokenOrder)
-NEVER(launch_up_projection_fwd_gemv, UpProjectionFwdArguments)
+NEVER_ON_SMS(launch_up_projection_fwd_few_tokens, UpProjectionFwdArguments)
 NEVER(launch_up_projection_fwd_plain, UpProjectionFwdArguments)
 NEVER(launch_zero_tail, ZeroTail)
 

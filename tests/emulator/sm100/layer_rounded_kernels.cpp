@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a layer that rounds tokens launches on Hopper: the router and its gradients from the sources that GPUs get, as
-// far as they are no GEMM that has a test of its own; in the place of the other GEMMs their plain twins.
+// What a layer that rounds tokens launches on Hopper, and one of few tokens: the router, its gradients and the experts
+// of few tokens from the sources that GPUs get, as far as they are no GEMM that has a test of its own; in the place of
+// the other GEMMs their plain twins.
 #include "cuda/host/aggregate.hpp"
 #include "cuda/instances/choose_tokens.cu"
 #include "cuda/instances/down_projection_dgrad_swiglu.cu"
@@ -8,6 +9,7 @@
 #include "cuda/instances/route_and_rank.cu"
 #include "cuda/instances/router_backward.cu"
 #include "cuda/instances/up_projection_dgrad.cu"
+#include "cuda/kernels/experts_fwd_few_tokens.cuh"
 #include "cuda/kernels/router_dlogits_rounded.cuh"
 #include "cuda/plain/down_projection_fwd.cu"
 #include "cuda/plain/dscores.cu"
@@ -33,6 +35,9 @@ cudaError_t launch_aggregate_beside<__nv_bfloat16>(AggregateBesideArguments cons
 cudaError_t launch_router_logits(RouterLogitsArguments const& args, int, cudaStream_t stream) {
   return launch_router_logits_plain(args, stream);
 }
+cudaError_t launch_router_logits_gemv(RouterLogitsArguments const& args, cudaStream_t stream) {
+  return launch_router_logits_plain(args, stream);
+}
 cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int,
                                      cudaStream_t stream) {
   return launch_up_projection_fwd_plain(args, stream);
@@ -40,6 +45,14 @@ cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int,
 cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int,
                                        cudaStream_t stream) {
   return launch_down_projection_fwd_plain(args, stream);
+}
+cudaError_t launch_experts_fwd_few_tokens(ExpertsFwdArguments const& args, int sms,
+                                          cudaStream_t stream) {
+  return launch_experts_fwd_few_tokens_config<ExpertsFwdFewTokens>(args, sms, stream);
+}
+cudaError_t launch_up_projection_fwd_few_tokens(UpProjectionFwdArguments const& args, int,
+                                                cudaStream_t stream) {
+  return launch_up_projection_fwd_plain(args, stream);
 }
 cudaError_t launch_down_projection_dgrad(DownProjectionDgradArguments const& args, int sms,
                                          cudaStream_t stream) {

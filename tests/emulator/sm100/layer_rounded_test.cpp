@@ -107,15 +107,17 @@ class RoundedLayer {
     ASSERT_EQ(cuda::finish(), "");
   }
 
-  MoeBackwardArgs backward;
-
- private:
-  [[nodiscard]] Stream stream() const { return {.native = &stream_}; }
   void forward() const {
     Status const status = moe_forward(context_, desc_, forward_, stream());
     ASSERT_TRUE(status.ok()) << status.text();
     ASSERT_EQ(cuda::finish(), "");
   }
+  [[nodiscard]] Tensor const& o() const { return forward_.o; }
+
+  MoeBackwardArgs backward;
+
+ private:
+  [[nodiscard]] Stream stream() const { return {.native = &stream_}; }
   // What a kernel does not write is no number.
   Buffer memory(std::size_t bytes) {
     auto const& own =
@@ -261,6 +263,29 @@ TEST_F(LayerRounded, BackwardByTwoCallsHasEqualBits) {
   ASSERT_NO_FATAL_FAILURE(whole.run());
   ASSERT_NO_FATAL_FAILURE(split.run_split());
   expect_equal(whole, split);
+}
+
+// The same layer without rounding: its experts are one launch.
+TEST_F(LayerRounded, FewTokensHaveTheirExpertsInOneLaunch) {
+  Context const host = context_on(DeviceKind::cpu), device = context_on(DeviceKind::cuda);
+  for (std::int64_t const tokens : {1, 7}) {
+    SCOPED_TRACE(tokens);
+    MoeDesc desc = rounded_desc(RouterKind::topk_softmax);
+    desc.router = {.kind = RouterKind::topk_softmax};
+    desc.shape.tokens = tokens;
+    MoeDesc chunks = desc;
+    chunks.column_chunk = 32;
+    RoundedLayer const cpu(host, desc), gpu(device, desc), again(device, desc),
+        in_chunks(device, chunks);
+    ASSERT_NO_FATAL_FAILURE(cpu.forward());
+    ASSERT_NO_FATAL_FAILURE(gpu.forward());
+    play(8);
+    ASSERT_NO_FATAL_FAILURE(again.forward());
+    ASSERT_NO_FATAL_FAILURE(in_chunks.forward());
+    expect_near("o", cpu.o(), gpu.o(), 0.01);
+    EXPECT_TRUE(equal(gpu.o(), again.o()));
+    EXPECT_TRUE(equal(gpu.o(), in_chunks.o()));
+  }
 }
 
 }  // namespace

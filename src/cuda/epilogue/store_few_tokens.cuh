@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Epilogues of experts_fwd_few_tokens: a warp stores the sums of 16 rows of weights with up to 8 rows of an expert, or
+// adds up 16 columns of o. Arguments are those of host/projection.hpp and host/aggregate.hpp.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "../arch/load_global.cuh"
+#include "../arch/warp.cuh"
+#include "../warp/aggregate_vector.cuh"
+#include "activate.cuh"
+
+namespace tessera::cuda::few_tokens {
+
+constexpr int kWeightRows = 16;  // of a job
+
+// Up to 8 rows of an expert.
+struct RowBlock {
+  int32_t expert, first, count;
+};
+
+// Columns of a that a job of up makes.
+__host__ __device__ constexpr int32_t up_job_columns(bool gated) {
+  return gated ? kWeightRows / 2 : kWeightRows;
+}
+
+template <class Rows>
+__device__ __forceinline__ float bias_of(Rows const& b, int32_t expert, int64_t row) {
+  if (b.gmem == nullptr) return 0;
+  return __bfloat162float(static_cast<__nv_bfloat16 const*>(b.gmem)[b.row_offset(expert, row)]);
+}
+
+// Stores h and a of a job of up: lane 4g + q has rows 2q and 2q + 1 of the block.
+template <class Arguments>
+__device__ __forceinline__ void store_up(Arguments const& p, RowBlock const& block,
+                                         int32_t column_block, bool gated, float const (&sums)[4]) {
+  int const g = arch::lane_idx() / 4, q = arch::lane_idx() % 4;
+  int64_t const n = p.intermediate, width = gated ? 2 * n : n;
+  int64_t const column = int64_t{column_block} * up_job_columns(gated) + g;
+  auto* const gmem_h = static_cast<__nv_bfloat16*>(p.gmem_h);
+  auto* const gmem_a = static_cast<__nv_bfloat16*>(p.gmem_a);
+  auto const store = [&](int64_t row, int64_t at, __nv_bfloat16 gate, __nv_bfloat16 up) {
+    if (gmem_h != nullptr) {
+      gmem_h[row * width + at] = gate;
+      if (gated) gmem_h[row * width + n + at] = up;
+    }
+    if (gmem_a != nullptr) {
+      gmem_a[row * n + at] = __float2bfloat16_rn(
+          gemm::activate(p.activation, __bfloat162float(gate), __bfloat162float(up)));
+    }
+  };
+  // Rows g and g + 8 of the weights: gate and up of one column, or two columns.
+  TESSERA_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    int const r = 2 * q + i;
+    if (r >= block.count) continue;
+    int64_t const row = block.first + r;
+    if (gated) {
+      if (column < n) {
+        store(row, column, __float2bfloat16_rn(sums[i] + bias_of(p.b_up[0], block.expert, column)),
+              __float2bfloat16_rn(sums[2 + i] + bias_of(p.b_up[1], block.expert, column)));
+      }
+    } else {
+      TESSERA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int64_t const at = column + 8 * half;
+        if (at < n) {
+          store(row, at,
+                __float2bfloat16_rn(sums[2 * half + i] + bias_of(p.b_up[0], block.expert, at)),
+                __nv_bfloat16{});
+        }
+      }
+    }
+  }
+}
+
+template <class Arguments>
+__device__ __forceinline__ void store_down(Arguments const& p, RowBlock const& block,
+                                           int32_t column_block, float const (&sums)[4]) {
+  int const g = arch::lane_idx() / 4, q = arch::lane_idx() % 4;
+  auto* const gmem_y = static_cast<__nv_bfloat16*>(p.gmem_y);
+  TESSERA_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    int64_t const column = int64_t{column_block} * kWeightRows + g + 8 * half;
+    if (column >= p.hidden) continue;
+    float const bias = bias_of(p.b_down, block.expert, column);
+    TESSERA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const r = 2 * q + i;
+      if (r < block.count) {
+        gmem_y[(block.first + r) * p.hidden + column] =
+            __float2bfloat16_rn(sums[2 * half + i] + bias);
+      }
+    }
+  }
+}
+
+// Adds up a block of columns of all tokens: two lanes have 8 columns of a token each. Once the first slots are known
+// ready() waits for y.
+template <class Arguments, class Ready>
+__device__ __forceinline__ void aggregate_columns(Arguments const& p, int32_t column_block,
+                                                  Ready ready) {
+  using Vector = AggregateVector<__nv_bfloat16>;
+  constexpr int kAtOnce = 8, kTokens = arch::kWarpThreads / 2;
+  int64_t const column =
+      int64_t{column_block} * kWeightRows + arch::lane_idx() % 2 * Vector::kElements;
+  bool const exists = column < p.hidden;
+  bool const varies = p.gmem_token_offsets != nullptr;
+  auto const* const gmem_y = static_cast<__nv_bfloat16 const*>(p.gmem_y) + column;
+  bool is_ready = false;
+  for (int64_t first = 0; first < p.tokens; first += kTokens) {
+    int64_t const token = first + arch::lane_idx() / 2;
+    bool const wanted = exists && token < p.tokens;
+    int64_t begin = 0, end = 0;
+    if (wanted) {
+      begin = varies ? p.gmem_token_offsets[token] : token * p.top_k;
+      end = varies ? p.gmem_token_offsets[token + 1] : begin + p.top_k;
+    }
+    float sum[Vector::kElements] = {};
+    int64_t slot = begin;
+    do {
+      int32_t rows[kAtOnce];
+      float scores[kAtOnce];
+      uint4 values[kAtOnce];
+      TESSERA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        bool const is_slot = slot + i < end;
+        rows[i] = is_slot ? p.gmem_inverse_permutation[slot + i] : -1;
+        scores[i] = is_slot && p.gmem_scores != nullptr ? p.gmem_scores[slot + i] : 1.0f;
+      }
+      if (!is_ready) ready();
+      is_ready = true;
+      TESSERA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        values[i] = arch::load_streaming_16(gmem_y + int64_t{rows[i]} * p.hidden, rows[i] >= 0);
+      }
+      TESSERA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (rows[i] >= 0) Vector::add(sum, values[i], scores[i]);
+      }
+      slot += kAtOnce;
+    } while (__any_sync(arch::kAllLanes, slot < end));
+    if (wanted) {
+      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.gmem_o) + token * p.o_pitch +
+                                column) = Vector::round(sum);
+    }
+  }
+}
+
+}  // namespace tessera::cuda::few_tokens

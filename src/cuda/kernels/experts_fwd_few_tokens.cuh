@@ -1,0 +1,486 @@
+// SPDX-License-Identifier: Apache-2.0
+// experts_fwd_few_tokens: the experts of a forward pass in one launch that reads each chosen weight once:
+//   h_r = rnd(x[gather_index[r]] w_up[e]^T + b_up[e]),  a_r = rnd(act(h_r)),  y_r = rnd(a_r w_down[e]^T + b_down[e]),
+//   o_t = rnd(sum over slots j of token t, ascending, of s_j y[inverse_permutation[j]])
+// Shapes   x (T,d) bf16, w_up (E,w*n,d) in the layouts of WeightRows with d contiguous, h (R,w*n) as [gate half | up
+//          half], a (R,n), w_down (E,d,n) with n contiguous, y (R,d), o (T,d) bf16
+// Work     2*R*(w+1)*n*d FLOP; bytes: 2*(w+1)*n*d for every 8 rows of an expert; memory bound
+// Schedule warps draw jobs from a counter, in this order:
+//            up         16 rows of w_up, gate and up of 8 columns of a or 16 columns, with a block of up to 8 rows of
+//                       their expert; jobs of a block of rows side by side
+//            down       16 columns of y, with a block of rows, in the same order
+//            aggregate  16 columns of o of all tokens
+//   ring     a warp copies its own weights by cp.async.bulk, a row each, `stages` stages of 16 x stage_k ahead, across
+//            jobs: it meets no other warp, and the projections have no gap between them
+//   multiply mma.sync, weights as the 16 rows, rows of x or a as the 8 columns, from L1 or L2 into registers
+//            `rows_ahead` stages ahead. Lane 4g + q takes elements 4q to 4q + 3 of 16 as the pairs 2q and 2q + 8 of k,
+//            for both operands
+//   words    of a block of rows: jobs of up that have stored a, for those of down, and those of down that know it. Of a
+//            block of columns: jobs of down that have stored y, for that of aggregate. The last one to read a word
+//            leaves it 0. A warp counts a job when it has begun the next one, as a release waits for what it publishes
+// Barriers full[w][s]: the bytes of stage s of warp w, which frees it by going on. For words nobody waits but of jobs
+//          with lower tickets, which warps that run have drawn and do in order: CTAs need not be resident together
+// Numerics fp32 sums in steps of 16 of k, in order, which are those of wgmma: the bits of the GEMMs and of aggregate
+//          (tests/cuda/few_tokens_test.cu); one rounding per stored value; bitwise repeatable: yes
+// Requires rows of 16 bytes, at most kFewTokensMostBlocks blocks of rows (layer/select.cpp)
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstddef>
+
+#include "../arch/bulk_copy.cuh"
+#include "../arch/dependent_launch.cuh"
+#include "../arch/dynamic_shared.cuh"
+#include "../arch/load_shared.cuh"
+#include "../arch/mbarrier.cuh"
+#include "../arch/mma.cuh"
+#include "../arch/signal.cuh"
+#include "../arch/warp.cuh"
+#include "../epilogue/store_few_tokens.cuh"
+#include "../host/experts_fwd.hpp"
+#include "../host/launch.hpp"
+#include "../tuning/few_tokens.hpp"
+#include "../warp/sums.cuh"
+
+namespace tessera::cuda {
+
+namespace few_tokens {
+
+constexpr int kHalfRows = 8;  // rows that follow each other in memory: gate and up, or all 16
+constexpr int kStepK = 16;    // of an mma
+constexpr int kTurns = 4;  // mma whose weights are loaded together, a line of 128 bytes of each row
+
+template <class Config>
+struct Storage {
+  static constexpr FewTokensConfig kConfig = Config::config;
+  // Jobs of stages on their way, and of the one that is multiplied.
+  static constexpr int kQueue = kConfig.stages + 1;
+
+  // Rows are whole lines of 128 bytes: copies to other places take an eighth longer.
+  alignas(128) __nv_bfloat16 ring[kConfig.warps][kConfig.stages][kWeightRows][kConfig.stage_k];
+  arch::Mbarrier full[kConfig.warps][kConfig.stages];
+  int32_t tickets[kConfig.warps][kQueue];
+  RowBlock blocks[kFewTokensMostBlocks];
+};
+
+// The numbers of jobs: of up and of down for a block of rows, and of aggregate.
+struct JobCounts {
+  bool gated;
+  int32_t up, down, aggregate;
+  int32_t row_words;  // words of blocks of rows
+};
+
+// The jobs of a launch with so many blocks of rows.
+struct Jobs {
+  int32_t blocks;
+  JobCounts counts;
+  __device__ __forceinline__ int32_t up() const { return blocks * counts.up; }
+  // Those that multiply.
+  __device__ __forceinline__ int32_t products() const { return up() + blocks * counts.down; }
+  __device__ __forceinline__ int32_t all() const { return products() + counts.aggregate; }
+};
+
+// A job that multiplies.
+struct Job {
+  bool is_up;
+  int32_t block, column;  // numbers of blocks
+};
+
+__device__ __forceinline__ Job job_of(Jobs const& jobs, int32_t ticket) {
+  bool const is_up = ticket < jobs.up();
+  int32_t const of_kind = is_up ? ticket : ticket - jobs.up();
+  int32_t const columns = is_up ? jobs.counts.up : jobs.counts.down;
+  int32_t const block = of_kind / columns;
+  return {is_up, block, of_kind - block * columns};
+}
+
+// Lists the blocks of rows of all experts in shared memory and returns how many there are. By all threads of the CTA;
+// a barrier comes before the list is read.
+template <class Config>
+__device__ __forceinline__ int32_t list_blocks(Storage<Config>& smem, int32_t const* gmem_offsets,
+                                               int32_t experts) {
+  constexpr int kThreads = Config::config.warps * arch::kWarpThreads;
+  int32_t const share = (experts + kThreads - 1) / kThreads;
+  int32_t const begin = min(static_cast<int32_t>(threadIdx.x) * share, experts);
+  int32_t const end = min(begin + share, experts);
+  auto const blocks_of = [&](int32_t e) {
+    return (gmem_offsets[e + 1] - gmem_offsets[e] + kFewTokensRows - 1) / kFewTokensRows;
+  };
+  int own = 0;
+  for (int32_t e = begin; e < end; ++e) own += blocks_of(e);
+  auto const [before, all] = warp::sums_over_cta<Config::config.warps>(own);
+  int at = before;
+  for (int32_t e = begin; e < end; ++e) {
+    int32_t const last = gmem_offsets[e + 1];
+    for (int32_t first = gmem_offsets[e]; first < last; first += kFewTokensRows) {
+      smem.blocks[at++] = {e, first, min(kFewTokensRows, last - first)};
+    }
+  }
+  return all;
+}
+
+// Draws the tickets of a warp. The first ones are not drawn: those of an SM lie a grid apart.
+template <class Config>
+class Tickets {
+ public:
+  __device__ __forceinline__ Tickets(ExpertsFwdArguments const& p, Jobs const& jobs)
+      : gmem_ticket_(p.gmem_ticket), last_(jobs.all() - 1) {}
+  __device__ __forceinline__ static int32_t first() {
+    return arch::warp_idx() * static_cast<int32_t>(gridDim.x) + static_cast<int32_t>(blockIdx.x);
+  }
+  // Every warp with a job draws once in vain, so that the last number drawn is known: the counter is left at 0.
+  __device__ __forceinline__ int32_t next() const {
+    int32_t drawn = 0;
+    if (arch::lane_idx() == 0) {
+      drawn = static_cast<int32_t>(
+          arch::count_relaxed_gpu(reinterpret_cast<uint32_t*>(gmem_ticket_), 1));
+      if (drawn == last_) *gmem_ticket_ = 0;
+    }
+    drawn = __shfl_sync(arch::kAllLanes, drawn, 0);
+    return static_cast<int32_t>(gridDim.x) * Config::config.warps + drawn;
+  }
+
+ private:
+  int32_t* gmem_ticket_;
+  int32_t last_;
+};
+
+// A warp loads the stages of its jobs, in order, into its ring.
+template <class Config>
+class WeightLoads {
+  static constexpr FewTokensConfig kConfig = Config::config;
+  using Smem = Storage<Config>;
+
+ public:
+  __device__ __forceinline__ WeightLoads(Smem& smem, ExpertsFwdArguments const& p, Jobs const& jobs,
+                                         Tickets<Config> const& tickets)
+      : smem_(smem),
+        p_(p),
+        jobs_(jobs),
+        tickets_(tickets),
+        warp_(arch::warp_idx()),
+        ticket_(Tickets<Config>::first()) {}
+
+  // Asks for the next stage, which is free. Behind the last job that multiplies there is none.
+  __device__ __forceinline__ void next() {
+    if (k_ == count_k_ && !is_over_) {
+      if (arch::lane_idx() == 0) smem_.tickets[warp_][queue_end_] = ticket_;
+      queue_end_ = queue_end_ + 1 == Smem::kQueue ? 0 : queue_end_ + 1;
+      is_over_ = ticket_ >= jobs_.products();
+      if (!is_over_) begin_job();
+    }
+    if (!is_over_) {
+      copy_stage();
+      k_ = min(k_ + kConfig.stage_k, count_k_);
+      if (k_ == count_k_) ticket_ = tickets_.next();
+    }
+    stage_ = stage_ + 1 == kConfig.stages ? 0 : stage_ + 1;
+  }
+
+ private:
+  // Rows of a half lie row_stride apart. The second half exists where its first row does, as widths are multiples of 8.
+  __device__ __forceinline__ void begin_job() {
+    Job const job = job_of(jobs_, ticket_);
+    int32_t const expert = smem_.blocks[job.block].expert;
+    bool const halves = job.is_up && jobs_.counts.gated;
+    int64_t const column = int64_t{job.column} * (halves ? kHalfRows : kWeightRows);
+    WeightRows const& first = job.is_up ? p_.up.w_up[0] : p_.down.w_down;
+    WeightRows const& second = halves ? p_.up.w_up[1] : first;
+    int64_t const other = halves ? column : column + kHalfRows;
+    auto const place = [&](WeightRows const& w, int64_t row) {
+      return static_cast<__nv_bfloat16 const*>(w.gmem) + w.row_offset(expert, row);
+    };
+    k_ = 0;
+    count_k_ = static_cast<int32_t>(job.is_up ? p_.up.hidden : p_.down.intermediate);
+    has_second_ = other < (job.is_up ? p_.up.intermediate : p_.down.hidden);
+    gmem_half_[0] = place(first, column);
+    gmem_half_[1] = has_second_ ? place(second, other) : gmem_half_[0];
+    stride_[0] = first.row_stride;
+    stride_[1] = second.row_stride;
+  }
+
+  __device__ __forceinline__ void copy_stage() const {
+    int const count = min(kConfig.stage_k, count_k_ - k_);
+    auto const bytes = static_cast<uint32_t>(count) * unsigned{sizeof(__nv_bfloat16)};
+    arch::Mbarrier* const full = &smem_.full[warp_][stage_];
+    if (arch::elect_one()) {
+      arch::mbarrier_arrive_expect_tx(full, bytes * (has_second_ ? kWeightRows : kHalfRows));
+      TESSERA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1 && !has_second_) break;
+        __nv_bfloat16 const* gmem_row = gmem_half_[half] + k_;
+        TESSERA_UNROLL
+        for (int i = 0; i < kHalfRows; ++i) {
+          arch::bulk_load(smem_.ring[warp_][stage_][half * kHalfRows + i], gmem_row, bytes, full);
+          gmem_row += stride_[half];
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  Smem& smem_;
+  ExpertsFwdArguments const& p_;
+  Jobs const& jobs_;
+  Tickets<Config> const& tickets_;
+  int warp_;
+  int32_t ticket_;
+  bool is_over_ = false, has_second_ = false;
+  int queue_end_ = 0, stage_ = 0;
+  int32_t k_ = 0, count_k_ = 0;  // of the job
+  __nv_bfloat16 const* gmem_half_[2] = {};
+  int64_t stride_[2] = {};
+};
+
+// Multiplies the stages that WeightLoads brings.
+template <class Config>
+class Multiplier {
+  static constexpr FewTokensConfig kConfig = Config::config;
+  static constexpr int kSteps = kConfig.stage_k / kStepK;
+  static constexpr int kAhead = kConfig.rows_ahead;
+  using Smem = Storage<Config>;
+
+ public:
+  __device__ __forceinline__ Multiplier(Smem& smem, WeightLoads<Config>& loads)
+      : smem_(smem), loads_(loads), warp_(arch::warp_idx()) {}
+
+  // The ticket of the next job, which begins with the next stage.
+  __device__ __forceinline__ int32_t next_ticket() {
+    int32_t const ticket = smem_.tickets[warp_][queue_begin_];
+    queue_begin_ = queue_begin_ + 1 == Smem::kQueue ? 0 : queue_begin_ + 1;
+    return ticket;
+  }
+
+  // sums: of the 16 rows of weights with this lane's two of 8 rows. gmem_row: row g of x or a, lane 4g + q; null: none.
+  // begun() is called once, when the first stage has come.
+  template <class Begun>
+  __device__ __forceinline__ void multiply(__nv_bfloat16 const* gmem_row, int32_t count_k,
+                                           float (&sums)[4], Begun begun) {
+    uint2 rows[kAhead + 1][kSteps];
+    TESSERA_UNROLL
+    for (int i = 0; i < kAhead; ++i) load_rows(gmem_row, i * kConfig.stage_k, count_k, rows[i]);
+    for (int32_t first = 0; first < count_k; first += (kAhead + 1) * kConfig.stage_k) {
+      TESSERA_UNROLL
+      for (int i = 0; i <= kAhead; ++i) {
+        int32_t const k = first + i * kConfig.stage_k;
+        if (k >= count_k) break;
+        load_rows(gmem_row, k + kAhead * kConfig.stage_k, count_k,
+                  rows[(i + kAhead) % (kAhead + 1)]);
+        arch::mbarrier_wait(&smem_.full[warp_][stage_], phase_);
+        if (k == 0) begun();
+        if (count_k - k >= kConfig.stage_k) {
+          multiply_stage<true>(rows[i], kConfig.stage_k, sums);
+        } else {
+          multiply_stage<false>(rows[i], count_k - k, sums);
+        }
+        __syncwarp();
+        loads_.next();
+        if (++stage_ == kConfig.stages) {
+          stage_ = 0;
+          phase_ ^= 1;
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int lane_k() { return arch::lane_idx() % 4 * 4; }
+
+  __device__ __forceinline__ static void load_rows(__nv_bfloat16 const* gmem_row, int32_t k,
+                                                   int32_t count_k, uint2 (&rows)[kSteps]) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      int32_t const at = k + i * kStepK + lane_k();
+      bool const exists = gmem_row != nullptr && at < count_k;
+      rows[i] = exists ? *reinterpret_cast<uint2 const*>(gmem_row + at) : uint2{};
+    }
+  }
+
+  // Loads 8 bytes of each of kTurns steps, from `smem_row`. Rows lie whole lines apart, so that four rows would meet in
+  // a bank if their lanes loaded the same step: row g begins with step g % kTurns, and lanes put them in order.
+  __device__ __forceinline__ static void load_turns(uint32_t smem_row, uint2 (&turns)[kTurns]) {
+    constexpr uint32_t kStepBytes = kStepK * sizeof(__nv_bfloat16);
+    static_assert(kTurns == 4);
+    unsigned const own = arch::lane_idx() / 4 % kTurns;
+    uint2 v[kTurns];
+    TESSERA_UNROLL
+    for (unsigned i = 0; i < kTurns; ++i) {
+      v[i] = arch::load_shared_8(smem_row + (i ^ own) * kStepBytes);
+    }
+    auto const pick = [](bool second, uint2 a, uint2 b) {
+      return uint2{second ? b.x : a.x, second ? b.y : a.y};
+    };
+    bool const odd = own & 1, high = own & 2;
+    uint2 const w[kTurns] = {pick(odd, v[0], v[1]), pick(odd, v[1], v[0]), pick(odd, v[2], v[3]),
+                             pick(odd, v[3], v[2])};
+    TESSERA_UNROLL
+    for (int i = 0; i < kTurns; ++i) turns[i] = pick(high, w[i], w[i ^ 2]);
+  }
+
+  // Weights behind `count`, of which shared memory holds anything, are 0.
+  template <bool kWhole>
+  __device__ __forceinline__ void multiply_stage(uint2 const (&rows)[kSteps], int32_t count,
+                                                 float (&sums)[4]) {
+    int const g = arch::lane_idx() / 4;
+    auto const& stage = smem_.ring[warp_][stage_];
+    uint32_t const low = arch::shared_address(&stage[g][lane_k()]);
+    uint32_t const high = arch::shared_address(&stage[g + 8][lane_k()]);
+    TESSERA_UNROLL
+    for (int first = 0; first < kSteps; first += kTurns) {
+      if (!kWhole && first * kStepK >= count) break;
+      uint32_t const at = first * kStepK * unsigned{sizeof(__nv_bfloat16)};
+      uint2 w_low[kTurns], w_high[kTurns];
+      load_turns(low + at, w_low);
+      load_turns(high + at, w_high);
+      TESSERA_UNROLL
+      for (int i = 0; i < kTurns; ++i) {
+        int const k = (first + i) * kStepK;
+        if (!kWhole && k >= count) break;
+        if (!kWhole && k + lane_k() >= count) w_low[i] = w_high[i] = {};
+        uint2 const x = rows[first + i];
+        arch::mma_m16n8k16(sums, w_low[i].x, w_high[i].x, w_low[i].y, w_high[i].y, x.x, x.y);
+      }
+    }
+  }
+
+  Smem& smem_;
+  WeightLoads<Config>& loads_;
+  int warp_;
+  int queue_begin_ = 0, stage_ = 0;
+  uint32_t phase_ = 0;
+};
+
+// A job that is to be counted.
+class Uncounted {
+ public:
+  __device__ __forceinline__ void set(uint32_t* gmem_word) { gmem_word_ = gmem_word; }
+  __device__ __forceinline__ void count() {
+    if (gmem_word_ == nullptr) return;
+    __syncwarp();
+    if (arch::lane_idx() == 0) arch::add_release_gpu(gmem_word_, 1);
+    __syncwarp();
+    gmem_word_ = nullptr;
+  }
+
+ private:
+  uint32_t* gmem_word_ = nullptr;
+};
+
+// Returns when a word has reached `count`. By a converged warp.
+__device__ __forceinline__ void wait_for(uint32_t const* gmem_word, int32_t count) {
+  if (arch::lane_idx() == 0) {
+    while (arch::load_relaxed_sys(gmem_word) < static_cast<uint32_t>(count)) {
+    }
+    arch::fence_acq_rel_gpu();
+  }
+  __syncwarp();
+}
+
+}  // namespace few_tokens
+
+template <class Config>
+__global__ void __launch_bounds__(Config::config.threads(), 1)
+    experts_fwd_few_tokens(__grid_constant__ ExpertsFwdArguments const p,
+                           few_tokens::JobCounts const counts) {
+  using namespace few_tokens;
+  using Smem = Storage<Config>;
+  static_assert(valid(Config::config));
+  TESSERA_DYNAMIC_SHARED(shared);
+  Smem& smem = *reinterpret_cast<Smem*>(shared);
+  int const warp = arch::warp_idx();
+  if (arch::lane_idx() < Config::config.stages) {
+    arch::mbarrier_init(&smem.full[warp][arch::lane_idx()], 1);
+  }
+  arch::mbarrier_fence_init();
+  arch::wait_for_previous_kernel();
+  Jobs const jobs{
+      list_blocks<Config>(smem, p.has_up ? p.up.gmem_expert_offsets : p.down.gmem_expert_offsets,
+                          p.has_up ? p.up.experts : p.down.experts),
+      counts};
+  __syncthreads();
+  uint32_t* const gmem_stored_a = p.gmem_words;
+  uint32_t* const gmem_stored_y = p.gmem_words + counts.row_words;
+  int const g = arch::lane_idx() / 4;
+
+  Tickets<Config> const tickets(p, jobs);
+  WeightLoads<Config> loads(smem, p, jobs, tickets);
+  TESSERA_UNROLL
+  for (int i = 0; i < Config::config.stages; ++i) loads.next();
+  __syncwarp();
+  Multiplier<Config> multiplier(smem, loads);
+  Uncounted uncounted;
+  int32_t ticket = multiplier.next_ticket();
+  for (; ticket < jobs.products(); ticket = multiplier.next_ticket()) {
+    Job const job = job_of(jobs, ticket);
+    RowBlock const block = smem.blocks[job.block];
+    int64_t const row = block.first + g;
+    uint32_t* const gmem_stored_rows = gmem_stored_a + job.block;
+    uint32_t passed = 0;
+    __nv_bfloat16 const* gmem_row = nullptr;
+    if (job.is_up) {
+      if (g < block.count) {
+        gmem_row =
+            static_cast<__nv_bfloat16 const*>(p.up.x.gmem) +
+            (p.up.gmem_gather_index != nullptr ? p.up.gmem_gather_index[row] : row) * p.up.x.pitch;
+      }
+    } else {
+      if (p.has_up) {
+        uncounted.count();  // it may be the one that is waited for
+        wait_for(gmem_stored_rows, counts.up);
+        if (arch::lane_idx() == 0) passed = arch::count_relaxed_gpu(gmem_stored_rows, 1);
+      }
+      if (g < block.count) {
+        gmem_row = static_cast<__nv_bfloat16 const*>(p.down.gmem_a) + row * p.down.intermediate;
+      }
+    }
+    float sums[4] = {};
+    multiplier.multiply(gmem_row,
+                        static_cast<int32_t>(job.is_up ? p.up.hidden : p.down.intermediate), sums,
+                        [&] { uncounted.count(); });
+    if (job.is_up) {
+      store_up(p.up, block, job.column, counts.gated, sums);
+      if (p.has_down) uncounted.set(gmem_stored_rows);
+    } else {
+      store_down(p.down, block, job.column, sums);
+      // The last job of the block that has begun leaves the word as it was.
+      if (passed == static_cast<uint32_t>(counts.up + counts.down) - 1) *gmem_stored_rows = 0;
+      if (p.has_aggregate) uncounted.set(gmem_stored_y + job.column);
+    }
+  }
+  uncounted.count();
+  for (; ticket < jobs.all(); ticket = tickets.next()) {
+    uint32_t* const gmem_word = gmem_stored_y + (ticket - jobs.products());
+    aggregate_columns(p.aggregate, ticket - jobs.products(),
+                      [&] { wait_for(gmem_word, jobs.blocks); });
+    if (arch::lane_idx() == 0) *gmem_word = 0;
+  }
+}
+
+template <class Config>
+cudaError_t launch_experts_fwd_few_tokens_config(ExpertsFwdArguments const& args, int sm_count,
+                                                 cudaStream_t stream) {
+  constexpr int kSmemBytes = int(sizeof(few_tokens::Storage<Config>));
+  static_assert(kSmemBytes <= 227 * 1024);
+  static_assert(few_tokens::kWeightRows == kFewTokensColumns, "a job of down");
+  int64_t const rows = args.has_up ? args.up.rows : args.down.rows;
+  if (rows == 0) return args.has_aggregate ? cudaErrorInvalidValue : cudaSuccess;
+  cudaError_t const error = host::allow_shared_memory<&experts_fwd_few_tokens<Config>>(kSmemBytes);
+  if (error != cudaSuccess) return error;
+  auto const blocks_of = [](bool exist, int64_t columns, int64_t of_job) {
+    return exist ? int32_t((columns + of_job - 1) / of_job) : 0;
+  };
+  bool const gated = args.up.activation.gated();
+  few_tokens::JobCounts counts{
+      .gated = gated,
+      .up = blocks_of(args.has_up, args.up.intermediate, few_tokens::up_job_columns(gated)),
+      .down = blocks_of(args.has_down, args.down.hidden, kFewTokensColumns),
+      .aggregate = 0,
+      .row_words =
+          args.has_down ? int32_t(few_tokens_blocks(args.down.rows, args.down.experts)) : 0};
+  if (args.has_aggregate) counts.aggregate = counts.down;
+  return host::launch_early(experts_fwd_few_tokens<Config>, true, unsigned(sm_count),
+                            Config::config.threads(), kSmemBytes, stream, args, counts);
+}
+
+}  // namespace tessera::cuda

@@ -73,7 +73,7 @@ class PerformanceTablesTest(unittest.TestCase):
 
     def test_check_counts_lines_and_typed_numbers(self):
         text = self.written()
-        self.assertEqual(len(self.check(text + 120 * "\n")), 1)
+        self.assertEqual(len(self.check(text + performance_tables.MAX_LINES * "\n")), 1)
         self.assertEqual(len(self.check(text + "It takes 1.5 ms.\n")), 1)
 
     def test_unchecked_rows_are_not_quoted(self):
@@ -102,6 +102,21 @@ class PerformanceTablesTest(unittest.TestCase):
                             "current/h200/2026-11-25-apart.json -->\n<!-- end -->\n")
         self.assertIn("| geometric mean |  | 0.950 |  | 0.475 | 0.380 |  | 1.10 |  | **0.50** |\n"
                       "| OLMoE (4096, 2048, 1024, 64, 8) | 1.90 | 1.000 | 3.80 | 0.500 | 0.475 |  |  |  |  |", text)
+
+    def test_what_rounding_costs(self):
+        def rows(forward: float, backward: float, **kernels: float) -> list[dict]:
+            return [row("tessera", forward, **{"pass": "forward"}), row("tessera", backward, **{"pass": "backward"}),
+                    *(row("tessera", ms, variant=variant, **{"pass": name.removeprefix("b_")}) for name, ms in
+                      kernels.items() for variant in ["backward kernel" if name.startswith("b_") else "kernel"])]
+
+        self.write("current/h200/2026-11-25-exact.json",
+                   rows(2.0, 4.0, route=0.01, metadata=0.02, aggregate=0.1, b_aggregate=0.1, up_projection_fwd=0.9))
+        self.write("current/h200/2026-11-25-rounded.json",
+                   rows(1.6, 5.0, choose_tokens=0.05, aggregate=0.12, b_aggregate=0.11, b_router_dgrad=0.03))
+        text = self.written("<!-- table rounding current/h200/2026-11-25-exact.json "
+                            "current/h200/2026-11-25-rounded.json -->\n<!-- end -->\n")
+        self.assertIn("| OLMoE (4096, 2048, 1024, 64, 8) | 2.00 | 1.60 | 1.25 | 4.00 | 5.00 | **0.80** | 40 | 40 |",
+                      text)
 
     def test_markers_come_in_pairs(self):
         for text in (PAGE.replace("<!-- end -->", ""), PAGE + "<!-- end -->\n", PAGE + "<!-- table layer x.json -->\n"):

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "../../src/cuda/host/aggregate.hpp"
+#include "../../src/cuda/host/experts_fwd.hpp"
 #include "../../src/cuda/host/projection.hpp"
 #include "../../src/device/device.hpp"
 #include "../../src/expert_parallel/exchange/exchange.hpp"
@@ -223,7 +224,7 @@ class Rank {
   // Few tokens, for which a layer has other kernels, get company without experts.
   void prepare_layer(Context const& context) {
     ExchangeShape const& s = shape_;
-    int64_t const tokens = std::max<int64_t>(tokens_, cuda::kGemvTokens + 1);
+    int64_t const tokens = std::max<int64_t>(tokens_, cuda::kFewTokens + 1);
     layer_ = {};
     layer_.x = padded(x(), tokens_ * s.hidden, tokens * s.hidden, 0);
     layer_.ids = padded(ids_.get(), int64_t{tokens_} * s.max_top_k, tokens * s.max_top_k, 0xff);

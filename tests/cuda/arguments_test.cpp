@@ -351,6 +351,11 @@ TEST(PrefersFewTokens, CallsWithRowsAlone) {
                                                        static_cast<std::int32_t*>(nowhere()))),
               tokens == 1 || tokens == 8)
         << tokens;
+    // Rows of o that are no multiple of 16 bytes apart are added up by the plain twin, behind GEMMs.
+    ExpertArguments odd = experts;
+    odd.aggregate.o_pitch = 68;
+    EXPECT_FALSE(prefers_few_tokens(
+        experts_fwd_arguments(odd, {0, 64}, false, static_cast<std::int32_t*>(nowhere()))));
   }
 }
 

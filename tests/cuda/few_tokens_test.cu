@@ -150,7 +150,6 @@ class Call {
                                                  .hidden = d,
                                                  .top_k = 2},
                                    .has_up = true,
-                                   .has_down = true,
                                    .has_aggregate = true,
                                    .gmem_ticket = counters,
                                    .gmem_words = words_.as<uint32_t>()};
@@ -255,9 +254,9 @@ void run_experts(Case const& c) {
   auto const few = [&](Arguments const& args) {
     return cuda::launch_experts_fwd_few_tokens(args, sms, nullptr);
   };
-  // Projections apart, the up projection by the launcher of its own.
+  // Projections apart: rows of a come from the GEMM.
   auto const apart = [&](Arguments args) {
-    cudaError_t error = cuda::launch_up_projection_fwd_few_tokens(args.up, sms, nullptr);
+    cudaError_t error = cuda::launch_up_projection_fwd(args.up, sms, nullptr);
     args.has_up = false;
     return error != cudaSuccess ? error : few(args);
   };

@@ -189,7 +189,6 @@ class Experts {
                      .hidden = count,
                      .top_k = 2};
     out.has_up = first == 0;
-    out.has_down = true;
     out.has_aggregate = !c_.in_place;
     out.gmem_ticket = ticket_.get();
     out.gmem_words = words_->get();

@@ -178,7 +178,7 @@ MUTANTS = [
      "", "of row"),
     ("a word of a block of rows is left as it is",
      "cuda/kernels/experts_fwd_few_tokens.cuh",
-     "if (passed == static_cast<uint32_t>(counts.up + counts.down) - 1) *gmem_stored_rows = 0;",
+     "if (passed != 0 && passed == jobs.of_block() - 1) *gmem_stored_rows = 0;",
      "", "is left"),
     ("columns of o are added up before all of y is stored",
      "cuda/kernels/experts_fwd_few_tokens.cuh",

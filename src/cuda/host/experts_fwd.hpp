@@ -13,12 +13,15 @@
 
 namespace tessera::cuda {
 
-/// Up to so many tokens one kernel has the experts; with more the GEMMs are as fast, and hide more of the router.
+/// Up to so many tokens one kernel has the experts; with more the GEMMs are as fast.
+/// bench/results/archive/h200/2026-11-30-few-tokens-threshold.json
 constexpr int64_t kFewTokens = 8;
 
 /// A block of rows are up to 8 of one expert, which pass with its weights; a block of columns are 16 of y.
 constexpr int32_t kFewTokensRows = 8;
 constexpr int32_t kFewTokensColumns = 16;
+/// So many rows of weights that follow each other have to lie equally far apart.
+constexpr int32_t kFewTokensWeightRows = 8;
 /// The kernel keeps so many blocks of rows at most.
 constexpr int64_t kFewTokensMostBlocks = 768;
 
@@ -31,25 +34,21 @@ constexpr int64_t few_tokens_words(int64_t rows, int64_t experts, int64_t hidden
   return few_tokens_blocks(rows, experts) + (hidden + kFewTokensColumns - 1) / kFewTokensColumns;
 }
 
-/// Any of the three may be missing, but for these: an aggregate needs the down projection, and that needs rows of a,
-/// from the up projection or from a launch before.
+/// Without an up projection rows of a are those of a launch before; without an aggregate rows of y are the result. Both
+/// projections have the same rows and experts.
 struct ExpertsFwdArguments {
   UpProjectionFwdArguments up;
   DownProjectionFwdArguments down;
   AggregateArguments aggregate;
-  bool has_up, has_down, has_aggregate;
+  bool has_up, has_aggregate;
   int32_t* gmem_ticket;  // one int, 0 before and after every launch
-  /// (few_tokens_words) where there is more than an up projection, 0 before and after every launch.
-  uint32_t* gmem_words;
+  uint32_t* gmem_words;  // (few_tokens_words), 0 before and after every launch
 };
 
 /// Launches on `stream`; allocates nothing, waits for nothing. For calls that prefers_few_tokens() of layer/select.hpp
-/// lets pass: a call with an aggregate has rows; rows of a, y, o, x and of the weights, which are contiguous along the
-/// reduction, are of 16 bytes.
+/// lets pass: there are rows; those of a, y, o, x and of the weights, which are contiguous along the reduction, are of
+/// 16 bytes.
 cudaError_t launch_experts_fwd_few_tokens(ExpertsFwdArguments const& args, int sm_count,
                                           cudaStream_t stream);
-/// The up projection alone.
-cudaError_t launch_up_projection_fwd_few_tokens(UpProjectionFwdArguments const& args, int sm_count,
-                                                cudaStream_t stream);
 
 }  // namespace tessera::cuda

@@ -57,7 +57,7 @@ struct Storage {
   // Jobs of stages on their way, and of the one that is multiplied.
   static constexpr int kQueue = kConfig.stages + 1;
 
-  // Rows are whole lines of 128 bytes: copies to other places take an eighth longer.
+  // Rows are whole lines of 128 bytes: copies to other places take longer.
   alignas(128) __nv_bfloat16 ring[kConfig.warps][kConfig.stages][kWeightRows][kConfig.stage_k];
   arch::Mbarrier full[kConfig.warps][kConfig.stages];
   int32_t tickets[kConfig.warps][kQueue];
@@ -76,7 +76,10 @@ struct Jobs {
   int32_t blocks;
   JobCounts counts;
   __device__ __forceinline__ int32_t up() const { return blocks * counts.up; }
-  // Those that multiply.
+  // Those of a block of rows, which multiply, and of all blocks.
+  __device__ __forceinline__ uint32_t of_block() const {
+    return static_cast<uint32_t>(counts.up + counts.down);
+  }
   __device__ __forceinline__ int32_t products() const { return up() + blocks * counts.down; }
   __device__ __forceinline__ int32_t all() const { return products() + counts.aggregate; }
 };
@@ -369,7 +372,7 @@ class Uncounted {
 
 // Returns when a word has reached `count`. By a converged warp.
 __device__ __forceinline__ void wait_for(uint32_t const* gmem_word, int32_t count) {
-  if (arch::lane_idx() == 0) {
+  if (arch::lane_idx() == 0) {  // an acquire in the loop would empty L1 each time
     while (arch::load_relaxed_sys(gmem_word) < static_cast<uint32_t>(count)) {
     }
     arch::fence_acq_rel_gpu();
@@ -394,10 +397,7 @@ __global__ void __launch_bounds__(Config::config.threads(), 1)
   }
   arch::mbarrier_fence_init();
   arch::wait_for_previous_kernel();
-  Jobs const jobs{
-      list_blocks<Config>(smem, p.has_up ? p.up.gmem_expert_offsets : p.down.gmem_expert_offsets,
-                          p.has_up ? p.up.experts : p.down.experts),
-      counts};
+  Jobs const jobs{list_blocks<Config>(smem, p.down.gmem_expert_offsets, p.down.experts), counts};
   __syncthreads();
   uint32_t* const gmem_stored_a = p.gmem_words;
   uint32_t* const gmem_stored_y = p.gmem_words + counts.row_words;
@@ -440,11 +440,11 @@ __global__ void __launch_bounds__(Config::config.threads(), 1)
                         [&] { uncounted.count(); });
     if (job.is_up) {
       store_up(p.up, block, job.column, counts.gated, sums);
-      if (p.has_down) uncounted.set(gmem_stored_rows);
+      uncounted.set(gmem_stored_rows);
     } else {
       store_down(p.down, block, job.column, sums);
       // The last job of the block that has begun leaves the word as it was.
-      if (passed == static_cast<uint32_t>(counts.up + counts.down) - 1) *gmem_stored_rows = 0;
+      if (passed != 0 && passed == jobs.of_block() - 1) *gmem_stored_rows = 0;
       if (p.has_aggregate) uncounted.set(gmem_stored_y + job.column);
     }
   }
@@ -463,22 +463,21 @@ cudaError_t launch_experts_fwd_few_tokens_config(ExpertsFwdArguments const& args
   constexpr int kSmemBytes = int(sizeof(few_tokens::Storage<Config>));
   static_assert(kSmemBytes <= 227 * 1024);
   static_assert(few_tokens::kWeightRows == kFewTokensColumns, "a job of down");
-  int64_t const rows = args.has_up ? args.up.rows : args.down.rows;
-  if (rows == 0) return args.has_aggregate ? cudaErrorInvalidValue : cudaSuccess;
+  static_assert(few_tokens::kHalfRows == kFewTokensWeightRows, "copied from one row to the next");
+  if (args.down.rows == 0) return cudaErrorInvalidValue;  // nobody has cleared the words
   cudaError_t const error = host::allow_shared_memory<&experts_fwd_few_tokens<Config>>(kSmemBytes);
   if (error != cudaSuccess) return error;
-  auto const blocks_of = [](bool exist, int64_t columns, int64_t of_job) {
-    return exist ? int32_t((columns + of_job - 1) / of_job) : 0;
+  auto const jobs_of = [](int64_t columns, int64_t of_job) {
+    return int32_t((columns + of_job - 1) / of_job);
   };
   bool const gated = args.up.activation.gated();
-  few_tokens::JobCounts counts{
+  int32_t const down = jobs_of(args.down.hidden, kFewTokensColumns);
+  few_tokens::JobCounts const counts{
       .gated = gated,
-      .up = blocks_of(args.has_up, args.up.intermediate, few_tokens::up_job_columns(gated)),
-      .down = blocks_of(args.has_down, args.down.hidden, kFewTokensColumns),
-      .aggregate = 0,
-      .row_words =
-          args.has_down ? int32_t(few_tokens_blocks(args.down.rows, args.down.experts)) : 0};
-  if (args.has_aggregate) counts.aggregate = counts.down;
+      .up = args.has_up ? jobs_of(args.up.intermediate, few_tokens::up_job_columns(gated)) : 0,
+      .down = down,
+      .aggregate = args.has_aggregate ? down : 0,
+      .row_words = int32_t(few_tokens_blocks(args.down.rows, args.down.experts))};
   return host::launch_early(experts_fwd_few_tokens<Config>, true, unsigned(sm_count),
                             Config::config.threads(), kSmemBytes, stream, args, counts);
 }

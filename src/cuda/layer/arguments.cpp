@@ -340,7 +340,6 @@ ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, Column
           .down = in_place ? experts.down : columns_of(experts.down, columns),
           .aggregate = in_place ? AggregateArguments{} : columns_of(experts.aggregate, columns),
           .has_up = columns.first == 0,
-          .has_down = true,
           .has_aggregate = !in_place,
           .gmem_ticket = gmem_counters + kUpProjectionCounter,
           .gmem_words = reinterpret_cast<std::uint32_t*>(gmem_counters + kNumTileCounters)};

@@ -7,7 +7,6 @@
 
 #include "cuda/host/aggregate.hpp"
 #include "cuda/host/bias_gradient.hpp"
-#include "cuda/host/experts_fwd.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
@@ -62,7 +61,6 @@ template <>
 inline constexpr Op<UpProjectionFwdArguments> kOp<UpProjectionFwdArguments>{
     .fast = launch_up_projection_fwd,
     .plain = launch_up_projection_fwd_plain,
-    .few_tokens = launch_up_projection_fwd_few_tokens,
     .sm100 = launch_up_projection_fwd_sm100};
 template <>
 inline constexpr Op<DownProjectionFwdArguments> kOp<DownProjectionFwdArguments>{

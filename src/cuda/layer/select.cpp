@@ -25,6 +25,11 @@ bool aligned(void const* gmem) noexcept {
   return reinterpret_cast<std::uintptr_t>(gmem) % kAlignment == 0;
 }
 
+/// Rows are contiguous along the reduction, and those that a warp copies together lie equally far apart.
+bool has_bulk_rows(WeightRows const& w) noexcept {
+  return w.column_stride == 1 && w.block % kFewTokensWeightRows == 0;
+}
+
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;  // of ragged tensor maps
 // A tile's number has 16 bits, one of them its sign.
 constexpr std::int64_t kMaxColumns = std::int64_t{1} << 22;
@@ -306,23 +311,17 @@ bool prefers_few_tokens(RouterLogitsArguments const& args) noexcept {
       !args.is_fp32 || (args.w_router.pitch % kFp32Vector == 0 && aligned(args.w_router.gmem));
   return args.x.rows <= kGemvTokens && vectors && !refuse(args).refused();
 }
-/// Rows are contiguous along the reduction, and eight that follow each other lie equally far apart.
-static bool has_bulk_rows(WeightRows const& w) noexcept {
-  return w.column_stride == 1 && w.block % kFewTokensRows == 0;
-}
-bool prefers_few_tokens(UpProjectionFwdArguments const& args) noexcept {
-  return args.few_tokens && has_bulk_rows(args.w_up[0]) &&
-         (!args.activation.gated() || has_bulk_rows(args.w_up[1])) &&
-         few_tokens_blocks(args.rows, args.experts) <= kFewTokensMostBlocks &&
-         !refuse(args).refused();
-}
 bool prefers_few_tokens(ExpertsFwdArguments const& args) noexcept {
+  UpProjectionFwdArguments const& up = args.up;
   DownProjectionFwdArguments const& down = args.down;
-  if (args.has_up && !prefers_few_tokens(args.up)) return false;
-  if (args.has_aggregate && refuse(args.aggregate).refused()) return false;
+  auto const serves_up = [&] {
+    return up.few_tokens && has_bulk_rows(up.w_up[0]) &&
+           (!up.activation.gated() || has_bulk_rows(up.w_up[1])) && !refuse(up).refused();
+  };
   return down.rows > 0 && down.few_tokens && has_bulk_rows(down.w_down) &&
          few_tokens_blocks(down.rows, down.experts) <= kFewTokensMostBlocks &&
-         !refuse(down).refused();
+         !refuse(down).refused() && (!args.has_up || serves_up()) &&
+         (!args.has_aggregate || !refuse(args.aggregate).refused());
 }
 
 }  // namespace tessera::cuda

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "cuda/host/experts_fwd.hpp"
 #include "cuda/layer/architecture.hpp"
 #include "cuda/layer/ops.hpp"
 #include "cuda/tuning/sm100.hpp"
@@ -61,7 +62,6 @@ bool takes_pairs(Arguments const& args, int sm_count) noexcept {
 
 /// True where the kernel for few tokens serves a call.
 bool prefers_few_tokens(RouterLogitsArguments const& args) noexcept;
-bool prefers_few_tokens(UpProjectionFwdArguments const& args) noexcept;
 bool prefers_few_tokens(ExpertsFwdArguments const& args) noexcept;
 
 /// The kernel that serves a call.
@@ -85,6 +85,8 @@ cudaError_t launch(Arguments const& args, Architecture architecture, int sm_coun
 template <class First, class Second>
 void hand_over(First& first, Second& second, Architecture architecture,
                std::int32_t* gmem_word) noexcept {
+  static_assert(kOp<First>.few_tokens == nullptr && kOp<Second>.few_tokens == nullptr,
+                "who waits for a word needs a kernel that writes it: GEMMs alone do");
   if (architecture != Architecture::sm_90) return;
   if (first.rows == 0 || refuse(first).refused() || refuse(second).refused()) return;
   first.gmem_handover = second.gmem_handover = reinterpret_cast<std::uint32_t*>(gmem_word);

@@ -32,8 +32,8 @@ struct ExpertsFwdFewTokens {
 // Few jobs that are short: all of them begin at once, and fewer warps leave each more of what memory brings.
 struct ExpertsFwdOneOrTwo {
   static constexpr FewTokensConfig config{.warps = 8, .stages = 2, .stage_k = 256, .rows_ahead = 1};
-  static constexpr int64_t kMostBlocks = 16;  // of rows, two tokens of eight experts
-  static constexpr int64_t kMostHidden = 2048;
+  static constexpr int64_t kMostBlocks = 16;     // of rows, two tokens of eight experts
+  static constexpr int64_t kLongestRows = 2048;  // of weights, of a launch's first jobs
 };
 
 }  // namespace tessera::cuda

@@ -93,7 +93,6 @@ NEVER(launch_router_wgrad_plain, RouterWgradArguments)
 NEVER(launch_score_choice_plain, ScoreChoiceArguments)
 NEVER(launch_split_fp32_plain, SplitArguments)
 NEVER(launch_token_order, TokenOrder)
-NEVER_ON_SMS(launch_up_projection_fwd_few_tokens, UpProjectionFwdArguments)
 NEVER(launch_up_projection_fwd_plain, UpProjectionFwdArguments)
 NEVER(launch_zero_tail, ZeroTail)
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a layer that rounds tokens launches on Hopper, and one of few tokens: the router, its gradients and the experts
-// of few tokens from the sources that GPUs get, as far as they are no GEMM that has a test of its own; in the place of
-// the other GEMMs their plain twins.
+// These are the kernels that a layer launches on Hopper where it rounds tokens or has few. The router, its gradients
+// and the experts of few tokens come from the sources that GPUs get; GEMMs with tests of their own are plain twins.
 #include "cuda/host/aggregate.hpp"
 #include "cuda/instances/choose_tokens.cu"
 #include "cuda/instances/down_projection_dgrad_swiglu.cu"
@@ -49,10 +48,6 @@ cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, i
 cudaError_t launch_experts_fwd_few_tokens(ExpertsFwdArguments const& args, int sms,
                                           cudaStream_t stream) {
   return launch_experts_fwd_few_tokens_config<ExpertsFwdFewTokens>(args, sms, stream);
-}
-cudaError_t launch_up_projection_fwd_few_tokens(UpProjectionFwdArguments const& args, int,
-                                                cudaStream_t stream) {
-  return launch_up_projection_fwd_plain(args, stream);
 }
 cudaError_t launch_down_projection_dgrad(DownProjectionDgradArguments const& args, int sms,
                                          cudaStream_t stream) {

@@ -401,11 +401,14 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
   return rows;
 }
 
-void write_json(std::string const& path, std::string const& command, int rounds,
+void write_json(std::string const& path, std::string const& command, int rounds, bool behind_reads,
                 std::string const& rows) {
   write_results(path, command,
                 std::to_string(rounds) + " rounds after " + std::to_string(kWarmUps) +
-                    " warm-ups; a round runs every build and pass once, in random order; of_first: "
+                    " warm-ups; a round runs every build and " +
+                    (behind_reads ? "its forward pass once, each behind a reading of 512 MiB"
+                                  : "pass once, behind 256 MiB of fills for each") +
+                    ", in random order; of_first: "
                     "median of the ratio to the first build in the same round; host_us: median of "
                     "a call on the host",
                 rows);
@@ -493,6 +496,6 @@ int main(int argc, char** argv) {
     rows += (rows.empty() ? "" : ",") +
             bench_config(config, libraries, rounds, popularities, behind_reads);
   }
-  if (!json.empty()) write_json(json, command, rounds, rows);
+  if (!json.empty()) write_json(json, command, rounds, behind_reads, rows);
   return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;
 }

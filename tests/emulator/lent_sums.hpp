@@ -30,6 +30,7 @@ constexpr gemm::WorkTile kWork = {.segment = 1,
                                   .rows = kEnd - 128,
                                   .begin = 100,
                                   .end = kEnd,
+                                  .awaits_rows = false,
                                   .in_run = 0,
                                   .run_left = 0,
                                   .run_phase = 0};

@@ -28,6 +28,8 @@ using gemm::Boxes;
 using gemm::Major;
 using gemm::Tail;
 
+constexpr int kReady =
+    130;  // rows of the last expert whose tokens are there at once: a block, and two more
 constexpr ActivationKind kKind = ActivationKind::swiglu;
 
 constexpr Columns columns_of(bool interleaved) {
@@ -115,11 +117,29 @@ TEST(UpProjectionDgrad, LastTileWithoutAllBoxes) {
   expect_right_up_dgrad<false, 72, true>();
 }
 
+// Has the tokens of rows [ready.first, ready.second) in `to` at once, and a kernel on another stream bring the others,
+// late, and say so by the word.
+void bring_rows(cudaStream_t stream, Memory<Bits> const& from,
+                std::vector<std::int32_t> const& index, std::pair<int, int> ready, int hidden,
+                Memory<Bits>& to, std::uint32_t& arrivals) {
+  for (int r = ready.first; r < ready.second; ++r) {
+    std::int64_t const at = std::int64_t{index[static_cast<std::size_t>(r)]} * hidden;
+    std::copy_n(from.get() + at, hidden, to.get() + at);
+  }
+  launch_in(stream, 1, 1, 0, [&from, &to, &arrivals] {
+    for (int i = 0; i < 2000; ++i) arch::load_acquire_gpu(&arrivals);
+    std::copy_n(from.get(), from.size(), to.get());
+    arch::add_release_gpu(&arrivals, 1);
+  });
+}
+
 // h becomes dh, a' and the scores' gradients on its way through the epilogue. With kInPlace dh has the memory of h: a
 // tile stores what it alone has read. With kInterleaved columns of h are g0 u0 g1 u1 .., and w_down is transposed.
-template <bool kWide, int kIntermediate, bool kInPlace = false, bool kInterleaved = false>
+// With kAwaits rows from 128 on of an expert come while the kernel runs, or all of its rows do.
+template <bool kWide, int kIntermediate, bool kInPlace = false, bool kInterleaved = false,
+          bool kAwaits = false>
 void expect_right_down_dgrad() {
-  constexpr int kTokens = 300, kRows = 190, kHidden = 136, kExperts = 3;
+  constexpr int kTokens = 300, kRows = kAwaits ? 460 : 190, kHidden = 136, kExperts = 3;
   constexpr int kMatrix = kHidden * kIntermediate;
   auto const groups = static_cast<int>(score_groups(kIntermediate));
   std::int32_t const offsets[kExperts + 1] = {0, 60, 60, kRows};
@@ -161,6 +181,15 @@ void expect_right_down_dgrad() {
     args.intermediate = kIntermediate;
     args.experts = kExperts;
     args.gmem_tile_counter = &counter;
+    std::uint32_t arrivals = 0;
+    std::int32_t const ready_blocks[kExperts] = {0, 0, 1};
+    Memory<Bits> arriving(kTokens * kHidden);
+    CUstream_st other;
+    if (kAwaits) {
+      args.awaited = {ready_blocks, &arrivals, 1};
+      args.d_o.gmem = arriving.get();
+      bring_rows(&other, d_o, index, {60, 60 + kReady}, kHidden, arriving, arrivals);
+    }
     constexpr Major kMajor = kInterleaved ? Major::kK : Major::kRows;
     using Config = DownProjectionDgradConfig<kKind, kMajor, Boxes::kAny,
                                              kWide ? TileWidth::k256 : TileWidth::k128,
@@ -197,6 +226,10 @@ void expect_right_down_dgrad() {
 
 TEST(DownProjectionDgrad, InLentStages) { expect_right_down_dgrad<true, 200>(); }
 TEST(DownProjectionDgrad, InPingPong) { expect_right_down_dgrad<false, 72>(); }
+TEST(DownProjectionDgrad, RowsThatComeMeanwhile) {
+  expect_right_down_dgrad<true, 200, true, false, true>();
+  expect_right_down_dgrad<false, 72, false, false, true>();
+}
 TEST(DownProjectionDgrad, InThePlaceOfH) {
   expect_right_down_dgrad<true, 200, true>();
   expect_right_down_dgrad<false, 72, true>();

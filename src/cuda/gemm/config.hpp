@@ -105,6 +105,8 @@ struct Order {
   Draw draw = Draw::kCounter;
   int raster_n = 8;            // n_tiles walked before the next m block
   bool longest_first = false;  // varlen-K: long segments before the others
+  bool ready_first =
+      false;  // varlen-M: blocks whose rows of A are there before the others (await_rows.cuh)
   bool operator==(Order const&) const = default;
 };
 
@@ -123,6 +125,8 @@ constexpr int kGroupRows = 64;       // rows of B, of each half, in a row group
 constexpr int kStageRowBytes = 128;  // of an operand, along k or along its rows, swizzled
 constexpr int kSlabColumns = 64;     // bf16 columns of a 128-byte swizzled row
 constexpr int kGroupColumns = 128;   // tile_n comes in groups; a gated one is [64 gate | 64 up]
+constexpr int kReadyRows =
+    128;  // of a block whose rows of A are all there at launch, or not (await_rows.cuh)
 constexpr int kSharedMemoryBytes = 227 * 1024;
 
 struct GemmConfig {
@@ -312,6 +316,9 @@ consteval bool valid(GemmConfig c) {
     throw "epilogue.outer_product: deferred, TMA, tile.n of 256";
 
   if (c.order.longest_first && !c.varlen_k()) throw "order.longest_first: with varlen-K";
+  if (c.order.ready_first &&
+      (c.varlen_k() || !c.gathers() || c.keeps_b() || c.cluster.ctas > 1 || c.tile.m != kReadyRows))
+    throw "order.ready_first: varlen-M, gathered rows, blocks of kReadyRows, no resident B, no cluster";
   if (c.schedules_apart() && (c.gathers() || c.cluster_m() > 1 || c.keeps_b()))
     throw "order.draw: a warp of its own with TMA, no multicast, no resident B";
   return true;

@@ -4,6 +4,8 @@
 
 #include <cuda.h>
 
+#include <cstdint>
+
 namespace tessera::cuda::gemm {
 
 struct GemmParams {
@@ -32,6 +34,10 @@ struct GemmParams {
   int* gmem_tile_counter;   // draws_tiles: 0 before and after every launch
   uint32_t* gmem_handover;  // hands_over, takes_over: the word between the two kernels, or null
   int handover_segments;    // the first ones, handed over before the kernel's end
+  // ready_first: what await_rows.cuh says of rows that another kernel still brings; nulls: all are there
+  int const* gmem_ready_blocks;   // [segments]: how many of the first blocks are ready at launch
+  uint32_t const* gmem_arrivals;  // all rows are there when this word is
+  uint32_t arrivals;              // this number
   int segments;
   int m_tiles;  // varlen-K: of each D
   int n_tiles;

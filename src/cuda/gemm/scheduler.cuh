@@ -11,7 +11,8 @@
 // varlen-K: every segment has ceil(m_tiles / cluster_m) blocks of a tile for each CTA, and its rows are the reduction.
 // Raster inside a segment: groups of raster_n n_tiles; in a group n runs fastest, m forwards in even
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
-// Segments come in their order, or with varlen-K the long ones first (longest_first.cuh).
+// Segments come in their order, or with varlen-K the long ones first (longest_first.cuh). Where rows of A are still on
+// their way, blocks that wait for none of them come first, then the others (await_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -20,6 +21,7 @@
 #include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
 #include "../warp/sums.cuh"
+#include "await_rows.cuh"
 #include "longest_first.cuh"
 #include "params.hpp"
 #include "storage.cuh"
@@ -52,7 +54,8 @@ class TileScheduler {
         gmem_counter_(p.gmem_tile_counter),
         segments_(p.segments),
         m_blocks_((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()),
-        n_tiles_(p.n_tiles) {}
+        n_tiles_(p.n_tiles),
+        ready_(p) {}
 
   // The first tile is the cluster's number, and tickets count the tiles after those; or the first one is drawn, too.
   // Returns true if there is one.
@@ -181,11 +184,22 @@ class TileScheduler {
       return true;
     }
     int const lane = arch::lane_idx();
-    while (segment_ < segments_) {
-      int const s = min(segment_ + lane, segments_ - 1);
+    while (true) {
+      if (segment_ >= segments_) {
+        if constexpr (kGemm.order.ready_first) {
+          if (ready_.next_turn()) {
+            segment_ = 0;
+            continue;
+          }
+        }
+        return false;
+      }
+      int s = min(segment_ + lane, segments_ - 1);
+      if constexpr (kGemm.order.ready_first) s = ready_.at(s, segments_);
       int const begin = smem_.segment_offsets[s];
       int const end = smem_.segment_offsets[s + 1];
-      int const blocks = segment_ + lane < segments_ ? blocks_of(end - begin) : 0;
+      int blocks = segment_ + lane < segments_ ? blocks_of(end - begin) : 0;
+      if constexpr (kGemm.order.ready_first) blocks = ready_.of_turn(s, blocks);
       int const sum = warp::inclusive_sum(blocks);
       unsigned const reached = __ballot_sync(arch::kAllLanes, blocks_before_ + sum > wanted);
       if (reached) {
@@ -201,7 +215,6 @@ class TileScheduler {
       blocks_before_ += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
       segment_ += arch::kWarpThreads;
     }
-    return false;
   }
 
   // Tile `local` of the segment found.
@@ -221,6 +234,11 @@ class TileScheduler {
       int const last = min(end, of_run(block + 1));
       return {segment_ | n_tile << 16, first, end, last - first};
     }
+    if constexpr (kGemm.order.ready_first) {
+      int const segment = ready_.at(segment_, segments_);
+      return {segment | n_tile << 16, begin + (ready_.before(segment) + block) * kBlockM, end,
+              ready_.awaits() ? 1 : 0};
+    }
     return {segment_ | n_tile << 16, begin + block * kBlockM, end, 0};
   }
 
@@ -235,6 +253,7 @@ class TileScheduler {
   int slot_ = 0;
   uint32_t phase_ = 0;
   LongestFirst<kGemm> order_;
+  ReadyBlocks ready_;  // ready_first
 };
 
 }  // namespace tessera::cuda::gemm

@@ -13,7 +13,8 @@
 namespace tessera::cuda::gemm {
 
 // A message to the readers is {segment | n_tile << 16, first row of the block or kNoTile, end, begin}; with a resident
-// B the rows of the run come last. kNoTile says that there are no more tiles.
+// B the rows of the run come last, and with ready_first whether rows have to be awaited. kNoTile says that there are no
+// more tiles.
 constexpr int kNoTile = -1;
 
 // A warp's view of the announced tiles. Every reading warp must read every tile. kArms: this reader arms the barriers
@@ -90,6 +91,7 @@ class WorkQueue {
     tile.n_tile = message.x >> 16;
     tile.begin = message.w;
     tile.end = message.z;
+    if constexpr (kGemm.order.ready_first) tile.awaits_rows = message.w != 0;
     int const left = message.z - message.y;
     if constexpr (kGemm.varlen_k()) {
       int const rank = kGemm.cluster_m() == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());

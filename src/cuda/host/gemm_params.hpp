@@ -5,6 +5,7 @@
 
 #include "../gemm/config.hpp"
 #include "../gemm/params.hpp"
+#include "core/awaited_rows.hpp"
 #include "tensor_map.hpp"
 #include "weight_maps.hpp"
 
@@ -31,6 +32,7 @@ struct GemmProblem {
   int segments = 1;
   int32_t* gmem_tile_counter = nullptr;
   uint32_t* gmem_handover = nullptr;
+  core::AwaitedRows awaited = {};  // ready_first
 };
 
 constexpr int parts_of(int64_t count, int64_t part) { return int((count + part - 1) / part); }
@@ -110,6 +112,15 @@ cudaError_t gemm_params(gemm::GemmParams& out, GemmProblem const& args) {
   if (kGemm.hands_over() || kGemm.takes_over()) {
     out.gmem_handover = args.gmem_handover;
     out.handover_segments = experts_handed_over(args.segments);
+  }
+  if constexpr (kGemm.order.ready_first) {
+    // A handover counts on segments that only grow.
+    if (args.awaited.gmem_arrivals != nullptr && args.gmem_handover != nullptr) {
+      return cudaErrorInvalidValue;
+    }
+    out.gmem_ready_blocks = args.awaited.gmem_ready_blocks;
+    out.gmem_arrivals = args.awaited.gmem_arrivals;
+    out.arrivals = args.awaited.arrivals;
   }
   cudaError_t const error = a_params<kGemm>(out, args);
   if (error != cudaSuccess) return error;

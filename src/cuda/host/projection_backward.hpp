@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/awaited_rows.hpp"
 #include "projection.hpp"
 #include "tessera/shape.hpp"
 
@@ -40,6 +41,8 @@ struct DownProjectionDgradArguments {
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
   /// Handover word, 0 at launch: says to the next kernel, down_projection_wgrad, whose a' it may read. Null: none.
   uint32_t* gmem_handover = nullptr;
+  core::AwaitedRows awaited =
+      {};  // of d_o, by row; without a handover. Kernels of sm_90 alone take it
 };
 
 /// dx row r = rnd(dh_r w_up[e]), the sum over both halves.
@@ -104,5 +107,8 @@ cudaError_t launch_down_projection_dgrad_plain(DownProjectionDgradArguments cons
 cudaError_t launch_up_projection_dgrad_plain(UpProjectionDgradArguments const& args,
                                              cudaStream_t stream);
 cudaError_t launch_wgrad_plain(WgradArguments const& args, cudaStream_t stream);
+
+/// Returns, on the stream, when all rows are there: ahead of kernels that cannot wait for them by themselves.
+cudaError_t launch_await_rows_plain(core::AwaitedRows const& rows, cudaStream_t stream);
 
 }  // namespace tessera::cuda

@@ -10,6 +10,7 @@
 //   WG1     | load h of blocks 0, 1 | mma tile 0 | differentiate, load h | load h | mma tile 2
 //   WG2     |                 (turn)             | mma tile 1            | differentiate ..
 // Barriers full, empty [stages], loads [2] per consumer, the turn, and named ones: gemm/config.hpp
+//   rows of dO that a kernel beside this one still brings: gemm/await_rows.cuh
 // Numerics fp32 accumulate, activation recomputed in fp32, one rounding per stored value; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
@@ -26,7 +27,7 @@
 
 namespace tessera::cuda {
 
-static_assert(kScoreGroup == gemm::kGroupColumns);
+static_assert(kScoreGroup == gemm::kGroupColumns && gemm::kReadyRows == core::kReadyRows);
 
 // A config is a type with `static constexpr gemm::GemmConfig gemm` and `ActivationKind activation`.
 struct DownProjectionDgradParams {
@@ -69,7 +70,8 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
                                          .gmem_offsets = args.gmem_expert_offsets,
                                          .segments = args.experts,
                                          .gmem_tile_counter = args.gmem_tile_counter,
-                                         .gmem_handover = args.gmem_handover}));
+                                         .gmem_handover = args.gmem_handover,
+                                         .awaited = args.awaited}));
   then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, h_columns,
                              kGemm.epilogue.lent_stages > 0 ? kGemm.tile.m : gemm::kWarpRows));
   then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, h_columns,

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/awaited_rows.hpp"
 #include "cuda/layer/architecture.hpp"
 #include "tessera/backend.hpp"
 #include "tessera/balance.hpp"
@@ -72,6 +73,7 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
 struct SplitBackward {
   bool counters_are_zero = false;  ///< no launch has to clear backward_counters()
   bool adds_up_scores = false;     ///< dscores are left as score_partials(), and not written
+  core::AwaitedRows awaited = {};  ///< rows of d_o that come while backward_input runs
 };
 /// pass: backward, backward_input or backward_weights. The tables are only read.
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,

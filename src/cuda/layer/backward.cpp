@@ -114,6 +114,7 @@ class Backward {
   /// Computes dh, a_scaled, dscores and dlogits.
   void activations() noexcept {
     if (!wanted_.dgrad) return;
+    bool const waits_itself = await_rows();
     if (desc_.quantises()) {
       if (desc_.save == SavePolicy::x) add_h8(desc_, args_, plan_, base_, routing_, sequence_);
       return add_quantised_down_dgrad(desc_, args_, plan_, base_, experts_.down_dgrad, sequence_);
@@ -125,7 +126,10 @@ class Backward {
       hand_over(experts_.down_dgrad, experts_.down_wgrad, sequence_.device().architecture(),
                 plan_.counters.in(base_) + kBackwardHandover);
     }
-    sequence_.select("down_projection_dgrad", experts_.down_dgrad);
+    // A CTA without an SM would keep the tile that is its first until the kernel beside this one ends. Those whose SMs
+    // that kernel leaves early come a little later.
+    int const sms = sequence_.device().sm_count() - (waits_itself ? split_.awaited.sms_beside : 0);
+    sequence_.select("down_projection_dgrad", experts_.down_dgrad, sms);
   }
 
   /// Computes dscores and dlogits in the tail of down_projection_wgrad, on whose results they do not depend.
@@ -276,6 +280,21 @@ class Backward {
   }
 
  private:
+  /// Has the first kernel that reads rows of d_o wait for those that are on their way; false: a launch ahead of it
+  /// does, or all are there.
+  [[nodiscard]] bool await_rows() noexcept {
+    core::AwaitedRows const& awaited = split_.awaited;
+    if (awaited.gmem_arrivals == nullptr) return false;
+    if (!desc_.quantises() && desc_.save != SavePolicy::x && !hands_a_over() &&
+        sequence_.device().architecture() == Architecture::sm_90 &&
+        !refuse(experts_.down_dgrad).refused()) {
+      experts_.down_dgrad.awaited = awaited;
+      return true;
+    }
+    sequence_.add("await rows",
+                  [&](cudaStream_t stream) { return launch_await_rows_plain(awaited, stream); });
+    return false;
+  }
   /// The rows that gradients of weights read.
   [[nodiscard]] MatrixRows x() const noexcept {
     if (!desc_.quantises()) return matrix_rows(args_.x);

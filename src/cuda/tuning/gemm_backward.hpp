@@ -33,6 +33,7 @@ struct DownProjectionDgradConfig {
                             : gated ? 5
                                     : 3,
                    .lent_stages = wide ? 4 : 0},
+      .order = {.ready_first = true},
       .chain = gemm::Chain::kHandsOver};
 };
 

@@ -4,6 +4,7 @@
 
 #include <concepts>
 
+#include "../await_rows.cuh"
 #include "../scheduler.cuh"
 #include "gather_rows.cuh"
 #include "lend.cuh"
@@ -68,10 +69,16 @@ class GatheredTiles {
  public:
   __device__ __forceinline__ GatheredTiles(SharedStorage<kGemm>& smem, GemmParams const& p,
                                            typename Epilogue::Params const& epilogue_params)
-      : smem_(smem), p_(p), epilogue_params_(epilogue_params), rows_(p) {}
+      : smem_(smem), p_(p), epilogue_params_(epilogue_params), rows_(p), arrivals_(p) {}
 
-  __device__ __forceinline__ void prefetch(WorkTile const& tile) { rows_.prefetch(tile); }
-  __device__ __forceinline__ void begin() { rows_.begin(); }
+  __device__ __forceinline__ void prefetch(WorkTile const& tile) {
+    rows_.prefetch(tile);
+    if constexpr (kGemm.order.ready_first) awaits_rows_ = tile.awaits_rows;
+  }
+  __device__ __forceinline__ void begin() {
+    if constexpr (kGemm.order.ready_first) arrivals_.wait(awaits_rows_);
+    rows_.begin();
+  }
   __device__ __forceinline__ void fill_b(int stage, WorkTile const& tile, int k_tile) {
     GatheredStage<kGemm>::fill_b(smem_, p_, stage, stage, k_tile, tile);
   }
@@ -87,6 +94,8 @@ class GatheredTiles {
   GemmParams const& p_;
   typename Epilogue::Params const& epilogue_params_;
   RowGather<kGemm> rows_;
+  AwaitsRows arrivals_;       // ready_first
+  bool awaits_rows_ = false;  // of the tile that was prefetched
 };
 
 template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>

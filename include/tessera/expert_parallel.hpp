@@ -32,9 +32,13 @@
 
 namespace tessera {
 
+namespace core {
+struct AwaitedRows;
+}  // namespace core
 namespace expert_parallel {
 class Engine;
 class Session;
+struct DispatchTensors;
 }  // namespace expert_parallel
 
 inline constexpr std::int32_t kMaxRanks = 8;
@@ -170,6 +174,9 @@ struct ExpertCombineArgs {
 struct ExpertBackwardArgs {
   /// It brings rows of d_o as x and of x as second_x. Null: calls of dispatch() have brought them.
   ExpertDispatchArgs const* dispatch = nullptr;
+  /// Where it is given, `dispatch` has x alone and this has second_x, both gathered, and there is a side stream: rows
+  /// of other ranks' d_o come there, on `sms` of this one, while those of this rank are multiplied, and then rows of x.
+  ExpertDispatchArgs const* second_dispatch = nullptr;
   Context const* context = nullptr;  ///< of moe_backward_input() and moe_backward_weights()
   MoeDesc const* input_desc = nullptr;
   /// Its dscores, where they are row_dscores of `combine`, are scratch memory: what is there afterwards is not said.
@@ -287,8 +294,13 @@ class TESSERA_EXPORT ExpertParallel {
                  std::unique_ptr<expert_parallel::Session> session) noexcept;
   Status combine_partials(ExpertCombineArgs const& args, float const* ds_partials,
                           std::int32_t ds_groups, Stream stream) noexcept;
+  [[nodiscard]] Expected<expert_parallel::DispatchTensors> dispatch_tensors(
+      ExpertDispatchArgs const& args, std::span<std::int32_t> zeroed) const noexcept;
   Status dispatch_and_zero(ExpertDispatchArgs const& args, std::span<std::int32_t> zeroed,
                            Stream stream) noexcept;
+  Expected<core::AwaitedRows> dispatch_beside(ExpertBackwardArgs const& args,
+                                              std::span<std::int32_t> zeroed,
+                                              Stream stream) noexcept;
   ExpertParallelDesc desc_;
   Device device_;
   std::unique_ptr<expert_parallel::Session> session_;

@@ -252,6 +252,8 @@ typedef struct {
   tessera_backward_args const* weights;
   tessera_expert_combine_args const* combine; /* without begun where there is a side stream */
   void* side_stream;                          /* cudaStream_t of combine, or NULL */
+  /* or NULL: of second_x, on the side stream, where `dispatch` has x alone */
+  tessera_expert_dispatch_args const* second_dispatch;
 } tessera_expert_backward_args;
 
 /* ABI the library was built with, and its version as text. */

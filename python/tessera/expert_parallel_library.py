@@ -41,7 +41,7 @@ class BackwardArgs(Structure):
 
     _fields_ = [("size", c_uint64),
                 *[(name, c_void_p) for name in ("dispatch", "context", "input_desc", "input", "weights_desc", "weights",
-                                                "combine", "side_stream")]]
+                                                "combine", "side_stream", "second_dispatch")]]
 
 
 @functools.cache

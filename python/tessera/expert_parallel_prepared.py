@@ -15,10 +15,11 @@ import torch
 from tessera import expert_parallel_session as sessions
 from tessera import library
 from tessera.expert_parallel_library import BackwardArgs, CombineArgs, DispatchArgs, ForwardArgs
-from tessera.expert_parallel_side_stream import SIDE_SMS, TOKEN_SMS
+from tessera.expert_parallel_side_stream import BESIDE_SMS, SIDE_SMS, TOKEN_SMS
 from tessera.ops import layer
 from tessera.ops.prepared_calls import Written, contiguous_strides, describe, field_word, maker
 
+READY_ROWS = 128  # of a block of rows that is multiplied or waits, as a whole
 ALIGNMENT = 256  # bytes, of whatever lies in one piece of memory
 WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
@@ -28,6 +29,12 @@ def gathers_tokens(session, rows: int) -> bool:
     where they take at most half of the memory of rows, which is where ranks are few and tokens have several rows. With
     as many rows as tokens it is slower. Bits are the same. Each rank decides by itself."""
     return 2 * session.desc.ranks * session.desc.max_tokens <= rows
+
+
+def begins_with_own_rows(desc, tokens: int) -> bool:
+    """Whether a backward pass whose tokens come once multiplies rows of this rank's tokens while the peers' come: where
+    an expert has at least two whole blocks of them on average. Bits are the same. Each rank decides by itself."""
+    return tokens * desc.top_k >= 2 * READY_ROWS * desc.experts
 
 
 def _aligned(size: int) -> int:
@@ -206,7 +213,7 @@ class PreparedBackward:
     h is made again where none is saved. weights: w_up, w_down, b_up, b_down.
     wanted: dx, dscores and gradients of weights, as GRADIENTS names them, None for each that nobody wants. x_apart:
     rows of x come on the side stream, as those that go back do with `side`. gathered: tokens come, each once, and the
-    GEMMs gather rows.
+    GEMMs gather rows. With all three the peers' rows of d_o come there, too, while GEMMs have begun with this rank's.
     """
 
     def __init__(self, session, d_o, x, ids, saved: Saved, weights: tuple, *, wanted: tuple, over_h: bool,
@@ -217,6 +224,7 @@ class PreparedBackward:
         experts, rows, h = saved.experts, saved.rows(), saved.h(x.dtype)
         places, gathered_rows = (desc.ranks * desc.max_tokens, rows) if gathered else (rows, None)
         self.side, self.x_apart, self.gathered = side, x_apart, gathered
+        self.beside = side and x_apart and gathered and begins_with_own_rows(desc, x.shape[0])
         self.places = None  # of d_o and x in the window
         text = session.training.text + ("" if h.dim() == 2 else " save=x") + (" overwrite_h=True" if over_h else "")
         scratch = self._room(rows, places, x, weights[0].shape[1], desc.intermediate, with_dscores, over_h)
@@ -274,9 +282,9 @@ class PreparedBackward:
         first, second = {"x": d_o, "topk_ids": ids, "rows": views["rows"]}, {"second_x": x,
                                                                            "second_rows": views["second_rows"]}
         if self.x_apart:
-            options = overflow, *on_side(TOKEN_SMS if self.gathered else SIDE_SMS)
+            options = overflow, *on_side(BESIDE_SMS if self.beside else TOKEN_SMS if self.gathered else SIDE_SMS)
             self.second_dispatch = sessions.described_call(DispatchArgs, options, {**tables, **second})[0]
-            if self.side:  # the place of x in the window, where its rows lie together
+            if self.side and not self.beside:  # the place of x in the window, where its rows lie together
                 self.second_dispatch.second_x.stride[0] = x.shape[1]
         else:
             self.second_dispatch, first = None, first | second
@@ -313,8 +321,10 @@ class PreparedBackward:
         """The calls that one call of the library makes. dx rows go back while gradients of weights are made, also where
         nobody wants dx: other ranks wait for them."""
         args = BackwardArgs(ctypes.sizeof(BackwardArgs), combine=addressof(self.combine))
-        if not self.x_apart:
+        if not self.x_apart or self.beside:
             args.dispatch = addressof(self.dispatch)
+        if self.beside:
+            args.second_dispatch = addressof(self.second_dispatch)
         args.context, args.input_desc, args.input = self.input.addresses
         if self.weights is not None:
             _, args.weights_desc, args.weights = self.weights.addresses
@@ -327,7 +337,7 @@ class PreparedBackward:
         # Scratch memory is free behind the call on the current stream.
         needed, gradients = self.fill(memory, d_o, x, topk_ids, *weights)
         stream = session.stream()
-        if self.x_apart:
+        if self.x_apart and not self.beside:
             self._rows_apart(session, d_o, x, stream)
         code = sessions.load().tessera_expert_parallel_backward(session.handle, self.address, stream)
         if code:

@@ -7,6 +7,7 @@ import torch
 
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
 TOKEN_SMS = 8  # the same where tokens come, each once: the link needs no more, and the GEMMs have these
+BESIDE_SMS = 16  # for those of d_o that come while the GEMM runs that reads them
 MAX_MAINS = 64  # current streams that are kept in mind
 
 

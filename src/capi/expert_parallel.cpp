@@ -246,13 +246,15 @@ Status backward(tessera_expert_parallel* session, tessera_expert_backward_args c
   tessera_expert_backward_args from;
   TESSERA_TRY(read_struct("tessera_expert_backward_args", c_args, from));
   TESSERA_TRY(check_context(from.context));
-  tessera::ExpertDispatchArgs dispatch_args;
+  tessera::ExpertDispatchArgs dispatch_args, second_args;
   tessera::MoeDesc input_desc, weights_desc;
   tessera::MoeBackwardArgs input, weights;
   tessera::ExpertCombineArgs combine_args;
   bool const dispatches = from.dispatch != nullptr;
+  bool const has_second = from.second_dispatch != nullptr;
   bool const has_weights = from.weights != nullptr || from.weights_desc != nullptr;
   if (dispatches) TESSERA_TRY(dispatch_args_of(from.dispatch, dispatch_args));
+  if (has_second) TESSERA_TRY(dispatch_args_of(from.second_dispatch, second_args));
   TESSERA_TRY(moe_desc_of(from.input_desc, input_desc));
   TESSERA_TRY(backward_args_of(from.input, input));
   if (has_weights) {
@@ -261,6 +263,7 @@ Status backward(tessera_expert_parallel* session, tessera_expert_backward_args c
   }
   TESSERA_TRY(combine_args_of(from.combine, combine_args));
   return session->session.backward({.dispatch = dispatches ? &dispatch_args : nullptr,
+                                    .second_dispatch = has_second ? &second_args : nullptr,
                                     .context = &from.context->context,
                                     .input_desc = &input_desc,
                                     .input = &input,

@@ -56,6 +56,10 @@ Status Session::forward(PassTensors const&, Stream) noexcept { return refuse(); 
 Status Session::route(RouteTensors const&, Stream) noexcept { return refuse(); }
 Expected<RoutedRows> Session::routed_rows(std::int64_t) noexcept { return refuse(); }
 Status Session::dispatch(DispatchTensors const&, Stream) noexcept { return refuse(); }
+Expected<core::AwaitedRows> Session::dispatch_beside(DispatchTensors const&, Stream,
+                                                     Stream) noexcept {
+  return refuse();
+}
 Status Session::combine(CombineTensors const&, Stream) noexcept { return refuse(); }
 Status Session::fork(Stream, Stream) noexcept { return refuse(); }
 Status Session::wait_until_begun(Stream) noexcept { return refuse(); }

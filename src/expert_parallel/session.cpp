@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <new>
 #include <thread>
 
@@ -38,6 +39,8 @@ struct Regions {
   core::Region<RowOrigin> row_origins;
   core::Region<float> row_scores;
   core::Region<std::int32_t> slot_of_pair;
+  core::Region<std::int32_t> ready_blocks;
+  core::Region<std::uint32_t> arrivals;
 
   Regions(ExchangeShape const& s, std::int32_t sm_count) noexcept
       : local(plan.add<char>(LocalLayout(s, sm_count).bytes)),
@@ -49,6 +52,8 @@ struct Regions {
     row_origins = plan.add<RowOrigin>(s.max_rows());
     row_scores = plan.add<float>(s.max_rows());
     slot_of_pair = plan.add<std::int32_t>(std::int64_t{s.max_tokens} * s.max_top_k);
+    ready_blocks = plan.add<std::int32_t>(s.local_experts());
+    arrivals = plan.add<std::uint32_t>(1);
   }
   [[nodiscard]] RowTables tables(std::byte* base) const noexcept {
     return {expert_offsets.in(base), row_origins.in(base), row_scores.in(base)};
@@ -106,6 +111,35 @@ Expected<CallerRows> stage_for_dispatch(StagedRows const& rows, std::int32_t tok
   }
   TESSERA_TRY(stage(rows, tokens, hidden, place, stream));
   return CallerRows{};
+}
+
+// SMs that bring x while GEMMs run that do not read it.
+constexpr int kSecondSms = 8;
+
+// The first of the experts whose blocks without rows of peers are multiplied while those come. There are as many as it
+// takes, since their weights are read twice, and they are the last ones: their weights are still in L2 when the rest of
+// their rows is due. Rates of two H200: docs/notebook/2026-11-30-own-rows-first.md
+std::int32_t first_ready_expert(ExchangeShape const& s) noexcept {
+  constexpr double kLinkBytes = 400e9, kFlops = 500e12;  // a second
+  constexpr double kWait = 10e-6;                        // seconds, for ranks that are not in step
+  double const d = s.hidden, n = s.intermediate, tokens = s.max_tokens;
+  double const arrival = kWait + 2 * d * tokens * (s.ranks - 1) / kLinkBytes;
+  double const own_rows = tokens * s.max_top_k / s.ranks;
+  double const multiplied = 2 * own_rows * d * n / kFlops;
+  double const share = std::min(1.0, arrival / multiplied);
+  return s.local_experts() - static_cast<std::int32_t>(std::ceil(share * s.local_experts()));
+}
+
+// Says where kernels read the caller's rows by 16 bytes; where they do not lie so, their place in the window, to which
+// they are copied.
+Expected<CallerRows> where_kernels_read(StagedRows const& rows, std::int32_t tokens,
+                                        std::int32_t hidden, void* place, Stream stream) noexcept {
+  std::int64_t const pitch = 2 * rows.pitch_of(tokens, hidden);
+  if (tokens > 0 && reinterpret_cast<std::uintptr_t>(rows.gmem) % 16 == 0 && pitch % 16 == 0) {
+    return CallerRows{static_cast<char const*>(rows.gmem), pitch};
+  }
+  TESSERA_TRY(stage(rows, tokens, hidden, place, static_cast<cudaStream_t>(stream.native)));
+  return CallerRows{static_cast<char const*>(place), std::int64_t{2} * hidden};
 }
 
 // Lets what `next` gets from now on wait for what `first` has. event: that no other pair of streams uses.
@@ -369,6 +403,56 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
   stage_ = Stage::dispatched;
   tokens_ = tensors.tokens;
   return {};
+}
+
+Expected<core::AwaitedRows> Session::dispatch_beside(DispatchTensors const& tensors, Stream stream,
+                                                     Stream side) noexcept {
+  TESSERA_TRY(check_stage("dispatch", stage_ == Stage::none));
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  std::int32_t const hidden = config_.shape.hidden;
+  auto const x = where_kernels_read(tensors.x, tensors.tokens, hidden, this->x(), stream);
+  if (!x.ok()) return x.status();
+  Regions const regions(config_.shape, config_.sm_count);
+  std::byte* const base = core::WorkspacePlan::align(config_.workspace);
+  DispatchArguments args = {
+      .exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens),
+      .tables = row_tables(tensors.tables),
+      .saved = {},
+      .capacity = tensors.tables.capacity,
+      .may_overflow = tensors.may_overflow,
+      .gmem_rows = static_cast<char*>(tensors.gmem_rows),
+      .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
+      .gmem_slot_of_pair = regions.slot_of_pair.in(base),
+      .gathered = true,
+      .x = x.value(),
+      .zeroed = {tensors.zeroed.data(), static_cast<std::int32_t>(tensors.zeroed.size())},
+      .routing = tensors.routing,
+      .gmem_ready_blocks = regions.ready_blocks.in(base),
+      .ready_from = first_ready_expert(config_.shape),
+      .gmem_arrivals = regions.arrivals.in(base)};
+  args.exchange.gmem_topk_ids = tensors.gmem_topk_ids;
+  auto* const begun = static_cast<cudaEvent_t>(begun_);
+  int const sms = sms_of(tensors.sms, config_);
+  args.second_ctas = std::min(sms, kSecondSms);
+  TESSERA_TRY(
+      check(launch_begin_dispatch(args, config_.sm_count, static_cast<cudaStream_t>(stream.native)),
+            "launch of begin_dispatch"));
+  TESSERA_TRY(fork(stream, side));
+  auto const second =
+      where_kernels_read(tensors.second_x, tensors.tokens, hidden, second_x(), side);
+  if (!second.ok()) return second.status();
+  args.second_x = second.value();
+  TESSERA_TRY(
+      check(launch_dispatch_beside(args, sms, static_cast<cudaStream_t>(side.native), begun),
+            "launch of dispatch_beside"));
+  TESSERA_TRY(wait_until_begun(stream));
+  stage_ = Stage::dispatched;
+  tokens_ = tensors.tokens;
+  return core::AwaitedRows{.gmem_ready_blocks = args.gmem_ready_blocks,
+                           .gmem_arrivals = args.gmem_arrivals,
+                           .arrivals = static_cast<std::uint32_t>(sms),
+                           .sms_beside = args.second_ctas};
 }
 
 Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {

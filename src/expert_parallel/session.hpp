@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 
+#include "core/awaited_rows.hpp"
 #include "expert_parallel/plan/fault.hpp"
 #include "expert_parallel/plan/plan.hpp"
 #include "expert_parallel/transport/engine.hpp"
@@ -126,6 +127,11 @@ class Session {
   /// are known.
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago) noexcept;
   Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
+  /// dispatch() of gathered x, of a pass with tables of an earlier one, and then that of second_x, on tensors.sms SMs
+  /// of the side stream: what follows on `stream` has this rank's rows of x, and may take all other SMs. Returns how
+  /// the others are awaited. The side stream ends with rows of second_x.
+  Expected<core::AwaitedRows> dispatch_beside(DispatchTensors const& tensors, Stream stream,
+                                              Stream side) noexcept;
   Status combine(CombineTensors const& tensors, Stream stream) noexcept;
   /// Lets what the side stream gets from now on wait for what `stream` has. This and the next three need training, and
   /// those that enqueue a DeviceScope of the caller.

@@ -355,8 +355,9 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
   return dispatch_and_zero(args, {}, stream);
 }
 
-Status ExpertParallel::dispatch_and_zero(ExpertDispatchArgs const& args,
-                                         std::span<std::int32_t> zeroed, Stream stream) noexcept {
+// Checks arguments of dispatch(), and says what they mean to the session.
+Expected<expert_parallel::DispatchTensors> ExpertParallel::dispatch_tensors(
+    ExpertDispatchArgs const& args, std::span<std::int32_t> zeroed) const noexcept {
   TESSERA_TRY(check_training(desc_, "dispatch"));
   bool const has_second = args.second_x.present();
   bool const has_x = args.x.present() || !has_second;
@@ -397,22 +398,53 @@ Status ExpertParallel::dispatch_and_zero(ExpertDispatchArgs const& args,
     pass.check.absent("second_rows", args.second_rows, "there is no second_x");
   }
   TESSERA_TRY(pass.check.finish());
-  return session_->dispatch({.tokens = static_cast<std::int32_t>(tokens.value()),
-                             .x = rows_of_caller(args.x),
-                             .second_x = rows_of_caller(args.second_x),
-                             .has_x = has_x,
-                             .has_second = has_second,
-                             .may_overflow = args.may_overflow,
-                             .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
-                             .tables = pass_tables(args.tables, rows.value()),
-                             .gmem_rows = args.rows.data,
-                             .gmem_second_rows = args.second_rows.data,
-                             .gathered = args.gathered,
-                             .routing = routing,
-                             .zeroed = zeroed,
-                             .sms = args.sms,
-                             .begun = args.begun},
-                            stream);
+  return expert_parallel::DispatchTensors{
+      .tokens = static_cast<std::int32_t>(tokens.value()),
+      .x = rows_of_caller(args.x),
+      .second_x = rows_of_caller(args.second_x),
+      .has_x = has_x,
+      .has_second = has_second,
+      .may_overflow = args.may_overflow,
+      .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+      .tables = pass_tables(args.tables, rows.value()),
+      .gmem_rows = args.rows.data,
+      .gmem_second_rows = args.second_rows.data,
+      .gathered = args.gathered,
+      .routing = routing,
+      .zeroed = zeroed,
+      .sms = args.sms,
+      .begun = args.begun};
+}
+
+Status ExpertParallel::dispatch_and_zero(ExpertDispatchArgs const& args,
+                                         std::span<std::int32_t> zeroed, Stream stream) noexcept {
+  auto const tensors = dispatch_tensors(args, zeroed);
+  return tensors.ok() ? session_->dispatch(tensors.value(), stream) : tensors.status();
+}
+
+Expected<core::AwaitedRows> ExpertParallel::dispatch_beside(ExpertBackwardArgs const& args,
+                                                            std::span<std::int32_t> zeroed,
+                                                            Stream stream) noexcept {
+  auto const first = dispatch_tensors(*args.dispatch, zeroed);
+  if (!first.ok()) return first.status();
+  auto const second = dispatch_tensors(*args.second_dispatch, {});
+  if (!second.ok()) return second.status();
+  expert_parallel::DispatchTensors tensors = first.value();
+  if (!tensors.has_x || tensors.has_second || second.value().has_x || !tensors.gathered ||
+      !second.value().gathered || args.side.native == nullptr) {
+    return Status::invalid(
+        "second_dispatch: x alone by dispatch, second_x alone by second_dispatch, both gathered, "
+        "and a side stream");
+  }
+  if (tensors.tokens != second.value().tokens) {
+    return Status::invalid("second_x: %d tokens; the pass began with %d, pass as many",
+                           second.value().tokens, tensors.tokens);
+  }
+  tensors.has_second = true;
+  tensors.second_x = second.value().second_x;
+  tensors.gmem_second_rows = second.value().gmem_second_rows;
+  tensors.sms = second.value().sms;
+  return session_->dispatch_beside(tensors, stream, args.side);
 }
 
 Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noexcept {
@@ -463,10 +495,11 @@ Status ExpertParallel::combine_partials(ExpertCombineArgs const& args, float con
 Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) noexcept {
   TESSERA_TRY(check_training(desc_, "backward"));
   if (args.context == nullptr || args.input_desc == nullptr || args.input == nullptr ||
-      args.combine == nullptr || (args.weights == nullptr) != (args.weights_desc == nullptr)) {
+      args.combine == nullptr || (args.weights == nullptr) != (args.weights_desc == nullptr) ||
+      (args.second_dispatch != nullptr && args.dispatch == nullptr)) {
     return Status::invalid(
-        "backward: context, input_desc, input and combine, and weights_desc beside weights; a "
-        "pointer is null");
+        "backward: context, input_desc, input and combine, weights_desc beside weights, and "
+        "dispatch beside second_dispatch; a pointer is null");
   }
   expert_parallel::DeviceScope const scope(expert_parallel::device_calls(), device_.index,
                                            expert_parallel::ContextChoice::any_of_device);
@@ -476,16 +509,24 @@ Status ExpertParallel::backward(ExpertBackwardArgs const& args, Stream stream) n
   bool const same_workspace =
       args.weights != nullptr && args.weights->workspace.data == workspace.data;
   std::span<std::int32_t> counters;  // which dispatch() clears
+  core::AwaitedRows awaited;         // rows of d_o that come on the side stream
   if (args.dispatch != nullptr) {
     if (args.dispatch->x.present() && args.context->cuda() != nullptr &&
         workspace.data != nullptr && workspace.bytes >= cuda::kBackwardCountersBytes) {
       counters = cuda::backward_counters(workspace.data);
     }
-    TESSERA_TRY(dispatch_and_zero(*args.dispatch, counters, stream));
+    if (args.second_dispatch != nullptr) {
+      auto const rows = dispatch_beside(args, counters, stream);
+      if (!rows.ok()) return rows.status();
+      awaited = rows.value();
+    } else {
+      TESSERA_TRY(dispatch_and_zero(*args.dispatch, counters, stream));
+    }
   }
   bool const cleared = !counters.empty(), adds_up = combine_adds_up_scores(args, same_workspace);
-  TESSERA_TRY(ops::backward_input(*args.context, *args.input_desc, *args.input, stream,
-                                  {.counters_are_zero = cleared, .adds_up_scores = adds_up}));
+  TESSERA_TRY(ops::backward_input(
+      *args.context, *args.input_desc, *args.input, stream,
+      {.counters_are_zero = cleared, .adds_up_scores = adds_up, .awaited = awaited}));
   cuda::ScorePartials const partials =
       adds_up ? cuda::score_partials(*args.input_desc, workspace.data) : cuda::ScorePartials{};
   if (beside) {

@@ -82,8 +82,10 @@ struct Kind {
   bool apart = false;     // the second rows come by a launch of their own
   bool gathered = false;  // each token once
   bool mixed = false;     // ranks with odd numbers do the other thing of both
+  bool beside = false;    // where each token comes once: the peers' by a kernel of their own
   bool apart_on(int rank) const { return second && (apart != (mixed && rank % 2 == 1)); }
   bool gathered_on(int rank) const { return gathered != (mixed && rank % 2 == 1); }
+  bool beside_on(int rank) const { return beside && gathered_on(rank); }
 };
 
 // What one rank has of a pass.
@@ -95,6 +97,8 @@ struct Share {
   Memory<Bits> x, second_x, x_with_gaps, rows, second_rows, sent, o;
   Memory<float> row_dscores, ds_partials, dscores;
   Memory<std::int32_t> slot_of_pair, routing, zeroed;  // but for its last word
+  Memory<std::int32_t> ready_blocks;
+  Memory<std::uint32_t> arrivals;
   std::uint64_t host_rows = 0;
 
   Share(Exchange const& exchange, int rank)
@@ -114,7 +118,9 @@ struct Share {
         dscores(std::int64_t{exchange.shape.max_tokens} * exchange.shape.max_top_k),
         slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair),
         routing(exchange.shape.local_experts() + 1 + 4 * capacity, kNoPair),
-        zeroed(9, kNoPair) {}
+        zeroed(9, kNoPair),
+        ready_blocks(exchange.shape.local_experts(), kNoPair),
+        arrivals(1, kNoPair) {}
   // Elements from row to row of x where dispatch copies it.
   static std::int64_t pitch(ExchangeShape const& shape) { return shape.hidden + 24; }
   // Those within the row limit.

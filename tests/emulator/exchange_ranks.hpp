@@ -92,7 +92,9 @@ class Ranks {
       launched(launch_route(route_arguments(pass, r), ctas_, &rank(r).stream));
       if (checks) look(pass, r, [this, &pass, r] { return wrong_tables(pass, r); });
     }
-    if (kernels > 1) {
+    if (kernels > 1 && pass.kind.beside_on(r)) {
+      enqueue_beside(pass, r, checks);
+    } else if (kernels > 1) {
       DispatchArguments args = dispatch_arguments(pass, r);
       bool const apart = pass.kind.apart_on(r);
       if (apart) args.gmem_second_rows = nullptr;
@@ -109,8 +111,8 @@ class Ranks {
         args.routing = {};
         launched(launch_dispatch(args, 1, &rank(r).stream));
       }
-      if (checks) look(pass, r, [this, &pass, r] { return wrong_rows(pass, r); });
     }
+    if (kernels > 1 && checks) look(pass, r, [this, &pass, r] { return wrong_rows(pass, r); });
     if (kernels <= 2) return;
     step(r, [this, &pass, r] { multiply(pass, r); });
     launched(launch_combine(combine_arguments(pass, r), ctas_, &rank(r).stream));
@@ -182,6 +184,28 @@ class Ranks {
   }
 
  private:
+  // dispatch by two kernels, which have another number of CTAs.
+  void enqueue_beside(Pass& pass, int r, bool checks) {
+    DispatchArguments args = dispatch_arguments(pass, r);
+    if (!pass.kind.copied) {
+      char const* const window = rank(r).window.get();
+      args.x = {window + layout_.x, row_bytes()};
+      if (pass.kind.second) args.second_x = {window + layout_.second_x, row_bytes()};
+      if (pass.kind.apart_on(r)) {
+        step(r, [this, &pass, r] { place_second_rows(pass, r, rank(r).window.get()); });
+      }
+    }
+    args.ready_from = r % s_.local_experts();
+    args.second_ctas = ctas_;
+    launched(launch_begin_dispatch(args, ctas_, &rank(r).stream));
+    if (checks) look(pass, r, [this, &pass, r] { return wrong_ready_rows(pass, r); });
+    launched(launch_dispatch_beside(args, ctas_ + 1, &rank(r).stream, nullptr));
+    if (checks) look(pass, r, [this, &pass, r] { return wrong_arrivals(pass, r); });
+  }
+  std::string wrong_arrivals(Pass const& pass, int r) const {
+    return shares(pass, r).arrivals[0] == static_cast<unsigned>(ctas_ + 1) ? "" : "arrivals";
+  }
+
   struct Rank {
     CUstream_st stream;
     Memory<char> window, local;
@@ -281,7 +305,9 @@ class Ranks {
         .gmem_slot_of_pair = own.slot_of_pair.get(),
         .gathered = pass.kind.gathered_on(r),
         .routing =
-            pass.of != nullptr ? routing_view(own.routing.get(), own.capacity) : RoutingView{}};
+            pass.of != nullptr ? routing_view(own.routing.get(), own.capacity) : RoutingView{},
+        .gmem_ready_blocks = own.ready_blocks.get(),
+        .gmem_arrivals = own.arrivals.get()};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
     args.zeroed = {own.zeroed.get(), static_cast<std::int32_t>(own.zeroed.size()) - 1};
     if (pass.kind.copied) {
@@ -417,6 +443,7 @@ class Ranks {
       if (!pass.kind.second) continue;
       std::copy_n(source.second_x.get() + at, s_.hidden, second.get() + to);
     }
+    if (pass.kind.beside_on(r)) copy_own_tokens(pass, r, first.get());
     Memory<std::int32_t> const slots(static_cast<std::int64_t>(own.slot_of_pair.size()), kNoPair);
     for (std::int32_t pair = 0; pair < pass.exchange.pairs(r); ++pair) {
       slots[pair] = is_routed(pass, r, pair) ? pair : -1;
@@ -429,6 +456,35 @@ class Ranks {
     if (wrong.empty()) wrong = compare("zeroed words", own.zeroed.get(), zeroed);
     if (wrong.empty() && pass.kind.saves) wrong = wrong_tables(own.saved, pass, r, own.held());
     return wrong.empty() ? wrong_routing(pass, r) : wrong;
+  }
+  // begin_dispatch brings those without rows here, too.
+  void copy_own_tokens(Pass const& pass, int r, Bits* rows) const {
+    std::int64_t const count = pass.exchange.tokens(r) * std::int64_t{s_.hidden};
+    std::copy_n(shares(pass, r).x.get(), count, rows + std::int64_t{r} * s_.max_tokens * s_.hidden);
+  }
+  // Behind begin_dispatch: this rank's tokens, all tables, and which blocks need no others.
+  std::string wrong_ready_rows(Pass const& pass, int r) {
+    Share const& own = shares(pass, r);
+    Memory<Bits> const first(static_cast<std::int64_t>(own.rows.size()));
+    copy_own_tokens(pass, r, first.get());
+    std::string const wrong = compare("rows of own tokens", own.rows.get(), first);
+    if (!wrong.empty()) return wrong;
+    for (std::int32_t e = 0; e < s_.local_experts(); ++e) {
+      auto const held = static_cast<std::int32_t>(own.held());
+      auto const at = [&](std::int32_t i) {
+        return std::min(own.wanted.offsets[static_cast<std::size_t>(i)], held);
+      };
+      std::int32_t ready = 0;
+      for (std::int32_t begin = at(e); begin < at(e + 1); begin += core::kReadyRows) {
+        std::int32_t const end = std::min(begin + core::kReadyRows, at(e + 1));
+        bool const is_own =
+            std::all_of(own.wanted.origins.begin() + begin, own.wanted.origins.begin() + end,
+                        [r](RowOrigin const& from) { return from.source == r; });
+        if (is_own && e >= r % s_.local_experts()) ++ready;
+      }
+      if (own.ready_blocks[e] != ready) return "ready blocks of expert " + std::to_string(e);
+    }
+    return own.arrivals[0] != 0 ? "arrivals before any" : wrong_routing(pass, r);
   }
   // Of a pass with the tables of an earlier one: those that its backward GEMMs read.
   std::string wrong_routing(Pass const& pass, int r) {

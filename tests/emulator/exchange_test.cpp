@@ -78,7 +78,8 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
                                  .copied = seed % 3 < 2,
                                  .apart = seed % 5 < 3,
                                  .gathered = seed % 2 == 0,
-                                 .mixed = seed % 4 > 1},
+                                 .mixed = seed % 4 > 1,
+                                 .beside = seed % 3 > 0},
                                 seed + 100, before != nullptr ? *before : forward);
     ASSERT_EQ(ranks.run(backward, schedule_of(seed)), "")
         << shape.ranks << " ranks, " << ctas << " CTAs, hidden " << shape.hidden << ", transfer "
@@ -129,12 +130,34 @@ TEST(UnfusedExchange, PassesOneBehindTheOther) {
                                 .copied = seed % 2 == 0,
                                 .apart = seed < 2,
                                 .gathered = seed % 2 == 1,
-                                .mixed = layer == 1},
+                                .mixed = layer == 1,
+                                .beside = seed / 2 == layer % 2},
                                seed * 8 + layer + 1, *forward[layer]));
     }
     emulator::Schedule schedule = schedule_of(seed);
     schedule.seed = seed + 10;
     ASSERT_EQ(ranks.run(schedule), "") << "seed " << seed;
+  }
+}
+
+// So many rows of an expert that some of its blocks have none but this rank's.
+TEST(UnfusedExchange, BlocksOfOwnRows) {
+  for (std::uint64_t seed = 0; seed < 3; ++seed) {
+    std::int32_t const all = 1 + static_cast<std::int32_t>(seed);
+    ExchangeShape const s = shape(all, 300, 16, 2 * all, 2 * all, Transfer::once);
+    Ranks ranks(s);
+    Pass& forward =
+        ranks.make(draw(s, Pattern::random, seed), {.saves = true, .tight = true}, seed);
+    ASSERT_EQ(ranks.run(forward, schedule_of(seed)), "");
+    Pass& pass = ranks.make({.second = seed > 0,
+                             .dscores = true,
+                             .tight = true,
+                             .copied = seed == 1,
+                             .gathered = true,
+                             .beside = true},
+                            seed + 1, forward);
+    ASSERT_EQ(ranks.run(pass, schedule_of(seed)), "") << all << " ranks";
+    EXPECT_GE(pass.shares[0]->ready_blocks[0], 1);
   }
 }
 
@@ -147,8 +170,12 @@ TEST(UnfusedExchange, MoreRowsThanTheLimitAreReported) {
     Exchange const exchange = draw(s, Pattern::random, seed);
     Pass& first = ranks.make(exchange, {.saves = true}, seed);
     ASSERT_EQ(ranks.run(first, schedule_of(seed)), "");
-    Kind const kind = {
-        .second = true, .dscores = true, .saves = true, .tight = true, .gathered = seed % 4 == 2};
+    Kind const kind = {.second = true,
+                       .dscores = true,
+                       .saves = true,
+                       .tight = true,
+                       .gathered = seed % 4 == 2,
+                       .beside = seed % 8 == 2};
     Pass& pass = seed % 4 < 2 ? ranks.make(exchange, kind, seed) : ranks.make(kind, seed, first);
     Share& small = *pass.shares[static_cast<std::size_t>(owner)];
     std::int64_t const rows = small.capacity;

@@ -16,6 +16,7 @@ import gpu
 import tessera
 import torch
 import torch.distributed as dist
+from tessera import expert_parallel_prepared as prepared
 from tessera import expert_parallel_training as training
 from torch.utils.checkpoint import checkpoint
 
@@ -261,25 +262,43 @@ class OnGpus(unittest.TestCase):
             experts.close()
 
     def test_tokens_that_come_once(self):
-        """Gradients have the bits of those of rows that come one by one. Ranks may differ in that, and in whether rows
-        of x come apart."""
+        """Gradients have the bits of those of rows that come one by one. Ranks may differ in that, in whether rows of x
+        come apart, and in whether rows of their own tokens are multiplied while the others come."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         large = 1 << 30
-        ways = ((True, 0), (False, 0), (rank % 2 == 0, 0), (True, large * (rank % 2)), (rank % 2 == 1, large))
+        ways = ((True, 0, False), (True, 0, True), (False, 0, False), (rank % 2 == 0, 0, True),
+                (True, large * (rank % 2), True), (rank % 2 == 1, large, False), (True, 0, rank % 2 == 1))
         for activation, save, with_bias in (("swiglu", "h", False), ("swiglu", "x", False), ("gelu", "h", False),
                                             ("clamped-swiglu", "h", True)):
-            experts = self.make(activation=activation, save=save, max_rows=self.T * self.K * ranks)
-            for tokens in ([self.T] * ranks, [9 + 7 * r for r in range(ranks)], [0] + [self.T] * (ranks - 1)):
-                seen = []
-                for once, apart in ways:
-                    with mock.patch.object(training, "gathers_tokens", return_value=once), \
-                            mock.patch.object(training, "SIDE_STREAM_BYTES", apart):
-                        seen.append(self.compare(experts, tokens, activation, with_bias)[1])
-                for others in seen[1:]:
-                    for a, b in zip(seen[0], others, strict=True):
-                        self.assertTrue(torch.equal(a, b), f"{activation}, save {save}, tokens {tokens}")
-            dist.barrier()
-            experts.close()
+            seen = {}
+            for once, apart, own_first in ways:  # prepared passes know them: each has a session of its own
+                experts = self.make(activation=activation, save=save, max_rows=self.T * self.K * ranks)
+                with mock.patch.object(training, "gathers_tokens", return_value=once), \
+                        mock.patch.object(training, "SIDE_STREAM_BYTES", apart), \
+                        mock.patch.object(prepared, "begins_with_own_rows", return_value=own_first):
+                    for tokens in ([self.T] * ranks, [9 + 7 * r for r in range(ranks)], [0] + [self.T] * (ranks - 1)):
+                        got = self.compare(experts, tokens, activation, with_bias)[1]
+                        for a, b in zip(seen.setdefault(tuple(tokens), got), got, strict=True):
+                            self.assertTrue(torch.equal(a, b), f"{activation}, save {save}, tokens {tokens}")
+                dist.barrier()
+                experts.close()
+
+    def test_own_rows_first(self):
+        """Enough rows of an expert that whole blocks are this rank's own; again and again, so that the peers' come at
+        other times."""
+        self.T = 1500
+        ranks, seen = dist.get_world_size(), None
+        experts = self.make(max_rows=self.T * self.K * ranks)
+        with mock.patch.object(training, "gathers_tokens", return_value=True):
+            for tokens in ([self.T] * ranks, [self.T - 700 * (r % 2) for r in range(ranks)]):
+                for _ in range(20):
+                    got = self.compare(experts, tokens, "swiglu", False)[1]
+                    seen = got if seen is None else seen
+                    for a, b in zip(seen, got, strict=True):
+                        self.assertTrue(torch.equal(a, b), f"tokens {tokens}")
+                seen = None
+        dist.barrier()
+        experts.close()
 
     def test_checkpointing(self):
         """Forward runs again in backward, with less memory than it had at first."""

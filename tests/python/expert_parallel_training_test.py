@@ -207,7 +207,7 @@ class OnCpu(RankCase):
 
     def test_the_side_stream(self):
         """Rows of x come on it, and what follows waits until they have begun. Those of dx go on it: the library forks
-        and joins it then."""
+        and joins it then, and also where tokens come once, of which those of the peers' d_o come on it, too."""
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
         session, order = cpu_session(max_rows=900), []
         session.stream, session.side_stream = lambda: 1, lambda: 2
@@ -243,11 +243,16 @@ class OnCpu(RankCase):
         begin, leads = ["begin"], ["wait_until_begun"]
         with mock.patch.object(training, "uses_side_stream", return_value=True), \
                 mock.patch.object(session_module, "load", return_value=fake):
-            for size, first in ((0, ["fork", ("dispatch", 1, 0, None), *begin, ("second_dispatch", 2, 8, 99), *leads,
-                                 "leave"]),
-                                (1 << 30, [("dispatch", 1, 0, None)])):
+            apart = ["fork", ("dispatch", 1, 0, None), *begin]
+            for size, once, own_first, first in (
+                    (0, False, True, [*apart, ("second_dispatch", 2, 24, 99), *leads, "leave"]),
+                    (0, True, False, [*apart, ("second_dispatch", 2, 8, 99), *leads, "leave"]),
+                    (0, True, True, [("dispatch", 1, 0, None), ("second_dispatch", 2, 16, None)]),
+                    (1 << 30, True, True, [("dispatch", 1, 0, None)])):
                 session._calls.clear()  # which know whether rows of x come apart
-                with mock.patch.object(training, "SIDE_STREAM_BYTES", size):
+                with mock.patch.object(training, "SIDE_STREAM_BYTES", size), \
+                        mock.patch.object(training, "gathers_tokens", return_value=once), \
+                        mock.patch.object(prepared, "begins_with_own_rows", return_value=own_first):
                     o = training.run(session, 0, x, ids, scores, w_up, w_down)
                     order.clear()
                     for window in windows.values():
@@ -295,6 +300,13 @@ class OnCpu(RankCase):
         self.assertFalse(prepared.gathers_tokens(session, 599))
         session.desc.ranks = 4
         self.assertFalse(prepared.gathers_tokens(session, 900))
+
+    def test_where_own_rows_come_first(self):
+        """Where an expert has two blocks of them on average."""
+        desc = cpu_session(max_rows=900).desc
+        tokens = -(-256 * desc.experts // desc.top_k)
+        self.assertTrue(prepared.begins_with_own_rows(desc, tokens))
+        self.assertFalse(prepared.begins_with_own_rows(desc, tokens - 1))
 
     def test_prepared_passes_of_other_tensors(self):
         """Each in turn in one session: other numbers of tokens, rows that lie apart, fewer gradients, biases."""

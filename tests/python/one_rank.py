@@ -152,6 +152,8 @@ class OneRank:
         args = structs.BackwardArgs.from_address(address)
         if args.dispatch:
             self.tessera_expert_parallel_dispatch(handle, args.dispatch, stream)
+        if args.second_dispatch:
+            self.tessera_expert_parallel_dispatch(handle, args.second_dispatch, args.side_stream)
         code = REAL.tessera_moe_backward_input(args.context, args.input_desc, args.input, None)
         self.tessera_expert_parallel_combine(handle, args.combine, args.side_stream or stream)
         if not code and args.weights:

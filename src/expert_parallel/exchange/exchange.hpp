@@ -2,7 +2,8 @@
 // The exchange as three kernels around the GEMMs of a single GPU, for training and for an unfused pass to compare with.
 //   route      sends lists and counts to the owners (route_scan, counted, publish), plans, makes tables of the own rows
 //   dispatch   says that this rank's rows lie in its window [staged]; pulls the rows that the tables name; may be
-//              called once more, for second_x alone, by ranks that choose to
+//              called once more, for second_x alone, by ranks that choose to; or two kernels, the second one beside the
+//              GEMM that reads the rows (unfused/dispatch_beside.cu)
 //   combine    pushes rows to unique slots on their sources; ack says that all rows of a rank came back; adds up slots
 // A pass is all three, or dispatch and combine with tables of an earlier pass.
 // Rows have no pads between them: row r is row r of the plan, and expert_offsets are those of a GEMM.
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 
+#include "core/awaited_rows.hpp"
 #include "expert_parallel/plan/divisor.hpp"
 #include "expert_parallel/plan/fault.hpp"
 #include "expert_parallel/plan/protocol.hpp"
@@ -114,6 +116,14 @@ struct DispatchArguments {
   /// Out: the tables of a layer of `capacity` grouped rows, whose gather_index says where their
   /// tokens lie in `rows`; without addresses none are wanted.
   RoutingView routing = {};
+  /// Out, of begin_dispatch: [local_experts], how many of an expert's blocks, the first ones, have rows of this rank's
+  /// tokens alone; 0 for experts before ready_from, whose weights are read once therefore.
+  std::int32_t* gmem_ready_blocks = nullptr;
+  std::int32_t ready_from = 0;
+  /// CTAs of dispatch_beside that stay for second_x.
+  std::int32_t second_ctas = 0;
+  /// begin_dispatch sets it to 0, and dispatch_beside counts its CTAs whose rows of x are there.
+  std::uint32_t* gmem_arrivals = nullptr;
 };
 
 /// Says what is made of the slots of a rank's tokens once all rows are back.
@@ -143,6 +153,12 @@ cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t 
 /// begun: null, or an event without timing that is recorded when all CTAs have an SM.
 cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
                             cudaEvent_t begun = nullptr);
+/// dispatch of gathered tokens by two kernels: behind the first this rank's tokens are there, and all tables; the
+/// second one, on another stream behind the first, brings the peers', which are there once `arrivals` is sm_count, and
+/// then those of second_x. x and second_x lie anywhere, also in the window.
+cudaError_t launch_begin_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream);
+cudaError_t launch_dispatch_beside(DispatchArguments const& args, int sm_count, cudaStream_t stream,
+                                   cudaEvent_t begun);
 /// When it ends, all rows of this rank's tokens lie in its slots, and what `results` asks for is there.
 cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
                            cudaEvent_t begun = nullptr);

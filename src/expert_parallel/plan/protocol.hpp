@@ -314,6 +314,10 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t copied(std::uint32_t epoch) const {
     return bank(epoch) + 6 * kWordStride;
   }
+  /// The same of second_x, by dispatch_beside.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t second_copied(std::uint32_t epoch) const {
+    return bank(epoch) + 7 * kWordStride;
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t arrived(std::uint32_t epoch,
                                                               std::int64_t block) const {
     return bank(epoch) + kCounters * kWordStride + 4 * block;
@@ -331,7 +335,7 @@ struct LocalLayout {
   }
 
  private:
-  static constexpr std::int64_t kCounters = 7;
+  static constexpr std::int64_t kCounters = 8;
   std::int64_t experts_, max_blocks_;
 };
 

@@ -17,7 +17,7 @@ import draw_over_gpus
 from gnuplot import block, write
 
 # Below bench/results.
-LAYER = "archive/h200/2026-11-25-layer-ten-configurations.json"  # of tessera bench --device cuda
+LAYER = "current/h200/2026-11-30-layer-ten-configurations.json"  # of tessera bench --device cuda
 SONICMOE = "archive/h200/2026-11-24-layer-sonicmoe.json"  # of bench/python/layer.py
 EXPERTS = "archive/h200/2026-11-21-python-experts.json"  # of bench/python/grouped_mm.py on cuda
 BOTH_PASSES = ("training", "forward+backward")  # its name in current and in archive

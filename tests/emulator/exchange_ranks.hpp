@@ -153,6 +153,9 @@ class Ranks {
       }
     }
   }
+  std::string wrong_arrivals(Pass const& pass, int r) const {
+    return shares(pass, r).arrivals[0] == static_cast<unsigned>(ctas_ + 1) ? "" : "arrivals";
+  }
   bool blocks_are(std::uint32_t value) const {
     for (auto const& one : ranks_) {
       for (std::int64_t at = layout_.block_done; at < layout_.counts; at += 4) {
@@ -201,9 +204,6 @@ class Ranks {
     if (checks) look(pass, r, [this, &pass, r] { return wrong_ready_rows(pass, r); });
     launched(launch_dispatch_beside(args, ctas_ + 1, &rank(r).stream, nullptr));
     if (checks) look(pass, r, [this, &pass, r] { return wrong_arrivals(pass, r); });
-  }
-  std::string wrong_arrivals(Pass const& pass, int r) const {
-    return shares(pass, r).arrivals[0] == static_cast<unsigned>(ctas_ + 1) ? "" : "arrivals";
   }
 
   struct Rank {

@@ -3,6 +3,7 @@
 // the order of k.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -28,8 +29,6 @@ using gemm::Boxes;
 using gemm::Major;
 using gemm::Tail;
 
-constexpr int kReady =
-    130;  // rows of the last expert whose tokens are there at once: a block, and two more
 constexpr ActivationKind kKind = ActivationKind::swiglu;
 
 constexpr Columns columns_of(bool interleaved) {
@@ -117,12 +116,27 @@ TEST(UpProjectionDgrad, LastTileWithoutAllBoxes) {
   expect_right_up_dgrad<false, 72, true>();
 }
 
-// Has the tokens of rows [ready.first, ready.second) in `to` at once, and a kernel on another stream bring the others,
-// late, and say so by the word.
+// Rows in the order of their experts, of which whole blocks may be there ahead of the others.
+struct Grouped {
+  std::vector<std::int32_t> offsets, ready_blocks = {};  // empty: all are there
+  int count() const { return offsets.back(); }
+  int expert(int row) const {
+    auto const next = std::upper_bound(offsets.begin(), offsets.end(), row);
+    return static_cast<int>(next - offsets.begin()) - 1;
+  }
+  bool is_ready(int row) const {
+    auto const e = static_cast<std::size_t>(expert(row));
+    return row - offsets[e] < gemm::kReadyRows * ready_blocks[e];
+  }
+};
+
+// Has the tokens of rows that are ready in `to` at once, and a kernel on another stream bring the others, late, and say
+// so by the word.
 void bring_rows(cudaStream_t stream, Memory<Bits> const& from,
-                std::vector<std::int32_t> const& index, std::pair<int, int> ready, int hidden,
+                std::vector<std::int32_t> const& index, Grouped const& rows, int hidden,
                 Memory<Bits>& to, std::uint32_t& arrivals) {
-  for (int r = ready.first; r < ready.second; ++r) {
+  for (int r = 0; r < rows.count(); ++r) {
+    if (!rows.is_ready(r)) continue;
     std::int64_t const at = std::int64_t{index[static_cast<std::size_t>(r)]} * hidden;
     std::copy_n(from.get() + at, hidden, to.get() + at);
   }
@@ -135,34 +149,33 @@ void bring_rows(cudaStream_t stream, Memory<Bits> const& from,
 
 // h becomes dh, a' and the scores' gradients on its way through the epilogue. With kInPlace dh has the memory of h: a
 // tile stores what it alone has read. With kInterleaved columns of h are g0 u0 g1 u1 .., and w_down is transposed.
-// With kAwaits rows from 128 on of an expert come while the kernel runs, or all of its rows do.
-template <bool kWide, int kIntermediate, bool kInPlace = false, bool kInterleaved = false,
-          bool kAwaits = false>
-void expect_right_down_dgrad() {
-  constexpr int kTokens = 300, kRows = kAwaits ? 460 : 190, kHidden = 136, kExperts = 3;
+template <bool kWide, int kIntermediate, bool kInPlace = false, bool kInterleaved = false>
+void expect_right_down_dgrad(Grouped const& grouped = {.offsets = {0, 60, 60, 190}}) {
+  constexpr int kTokens = 300, kHidden = 136;
+  int const rows = grouped.count();
+  auto const experts = static_cast<std::int32_t>(grouped.offsets.size()) - 1;
   constexpr int kMatrix = kHidden * kIntermediate;
   auto const groups = static_cast<int>(score_groups(kIntermediate));
-  std::int32_t const offsets[kExperts + 1] = {0, 60, 60, kRows};
-  Memory<Bits> d_o(kTokens * kHidden), w(kExperts * kMatrix), h(kRows * 2 * kIntermediate);
+  Memory<Bits> d_o(kTokens * kHidden), w(experts * kMatrix), h(rows * 2 * kIntermediate);
   fill(d_o.get(), kTokens * kHidden, 1, 1.0f);
-  fill(w.get(), kExperts * kMatrix, 2, 0.25f);
-  fill(h.get(), kRows * 2 * kIntermediate, 3, 2.0f);
+  fill(w.get(), experts * kMatrix, 2, 0.25f);
+  fill(h.get(), rows * 2 * kIntermediate, 3, 2.0f);
   std::vector<std::int32_t> index, permutation;
   std::vector<float> scores;
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < rows; ++r) {
     index.push_back((11 * r + 5) % kTokens);
-    permutation.push_back(kRows - 1 - r);
+    permutation.push_back(rows - 1 - r);
     scores.push_back(0.1f + static_cast<float>(r % 13) / 13.0f);
   }
   for (emulator::Schedule const& schedule : emulator::kSchedules) {
-    Memory<Bits> dh(kRows * 2 * kIntermediate), a(kRows * kIntermediate);
-    if (kInPlace) fill(dh.get(), kRows * 2 * kIntermediate, 3, 2.0f);
-    Memory<float> partials(kRows * groups);
+    Memory<Bits> dh(rows * 2 * kIntermediate), a(rows * kIntermediate);
+    if (kInPlace) fill(dh.get(), rows * 2 * kIntermediate, 3, 2.0f);
+    Memory<float> partials(rows * groups);
     std::int32_t counter = 0;
     DownProjectionDgradArguments args = {};
     args.d_o = {.gmem = d_o.get(), .rows = kTokens, .pitch = kHidden};
     args.gmem_gather_index = index.data();
-    args.gmem_expert_offsets = offsets;
+    args.gmem_expert_offsets = grouped.offsets.data();
     args.w_down = {.gmem = w.get(),
                    .expert_stride = kMatrix,
                    .row_stride = kInterleaved ? 1 : kIntermediate,
@@ -176,19 +189,18 @@ void expect_right_down_dgrad() {
     args.gmem_dh = dh.get();
     args.gmem_a_scaled = a.get();
     args.gmem_ds_partials = partials.get();
-    args.rows = kRows;
+    args.rows = rows;
     args.hidden = kHidden;
     args.intermediate = kIntermediate;
-    args.experts = kExperts;
+    args.experts = experts;
     args.gmem_tile_counter = &counter;
     std::uint32_t arrivals = 0;
-    std::int32_t const ready_blocks[kExperts] = {0, 0, 1};
     Memory<Bits> arriving(kTokens * kHidden);
     CUstream_st other;
-    if (kAwaits) {
-      args.awaited = {ready_blocks, &arrivals, 1};
+    if (!grouped.ready_blocks.empty()) {
+      args.awaited = {grouped.ready_blocks.data(), &arrivals, 1};
       args.d_o.gmem = arriving.get();
-      bring_rows(&other, d_o, index, {60, 60 + kReady}, kHidden, arriving, arrivals);
+      bring_rows(&other, d_o, index, grouped, kHidden, arriving, arrivals);
     }
     constexpr Major kMajor = kInterleaved ? Major::kK : Major::kRows;
     using Config = DownProjectionDgradConfig<kKind, kMajor, Boxes::kAny,
@@ -196,10 +208,10 @@ void expect_right_down_dgrad() {
                                              columns_of(kInterleaved)>;
     ASSERT_EQ(launch_down_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < rows; ++r) {
       auto const row = static_cast<std::size_t>(r);
       Bits const* const x = &d_o[index[row] * kHidden];
-      Bits const* const matrix = &w[(r < 60 ? 0 : 2) * kMatrix];
+      Bits const* const matrix = &w[grouped.expert(r) * kMatrix];
       float const s = scores[static_cast<std::size_t>(permutation[row])];
       std::vector<double> ds(static_cast<std::size_t>(groups), 0.0);
       for (int i = 0; i < kIntermediate; ++i) {
@@ -227,8 +239,19 @@ void expect_right_down_dgrad() {
 TEST(DownProjectionDgrad, InLentStages) { expect_right_down_dgrad<true, 200>(); }
 TEST(DownProjectionDgrad, InPingPong) { expect_right_down_dgrad<false, 72>(); }
 TEST(DownProjectionDgrad, RowsThatComeMeanwhile) {
-  expect_right_down_dgrad<true, 200, true, false, true>();
-  expect_right_down_dgrad<false, 72, false, false, true>();
+  Grouped const rows = {.offsets = {0, 60, 60, 460}, .ready_blocks = {0, 0, 1}};
+  expect_right_down_dgrad<true, 200, true>(rows);
+  expect_right_down_dgrad<false, 72>(rows);
+}
+// More experts than a warp looks at together, in either turn.
+TEST(DownProjectionDgrad, RowsOfManyExpertsThatComeMeanwhile) {
+  Grouped rows = {.offsets = {0}};
+  for (int e = 0; e < 70; ++e) {
+    int const count = e % 9 == 4 ? 150 : e % 4;
+    rows.offsets.push_back(rows.offsets.back() + count);
+    rows.ready_blocks.push_back(count == 0 || e % 5 == 0 ? 0 : 1);
+  }
+  expect_right_down_dgrad<false, 72>(rows);
 }
 TEST(DownProjectionDgrad, InThePlaceOfH) {
   expect_right_down_dgrad<true, 200, true>();

@@ -185,11 +185,12 @@ TEST(PeerWindow, OfOneProcessAskForGpus) {
 
 // Python has this struct as nine words of 64 bits.
 TEST(ExpertParallel, ABackwardPassIsAddressesInAFixedOrder) {
-  EXPECT_EQ(sizeof(tessera_expert_backward_args), 72);
+  EXPECT_EQ(sizeof(tessera_expert_backward_args), 80);
   EXPECT_EQ(offsetof(tessera_expert_backward_args, dispatch), 8);
   EXPECT_EQ(offsetof(tessera_expert_backward_args, weights), 48);
   EXPECT_EQ(offsetof(tessera_expert_backward_args, combine), 56);
   EXPECT_EQ(offsetof(tessera_expert_backward_args, side_stream), 64);
+  EXPECT_EQ(offsetof(tessera_expert_backward_args, second_dispatch), 72);
 }
 
 TEST(ExpertParallel, TheCAbiSaysTheSame) {

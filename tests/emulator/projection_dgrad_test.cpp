@@ -126,7 +126,7 @@ struct Grouped {
   }
   bool is_ready(int row) const {
     auto const e = static_cast<std::size_t>(expert(row));
-    return row - offsets[e] < gemm::kReadyRows * ready_blocks[e];
+    return row - offsets[e] < core::kReadyRows * ready_blocks[e];
   }
 };
 

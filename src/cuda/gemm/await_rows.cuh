@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of A that a kernel beside this one still brings while it runs. A block of kReadyRows rows is ready if all of its
+// Rows of A that a kernel beside this one still brings while it runs. A block of the scheduler is ready if all of its
 // rows are there before this kernel starts; those of a segment come first. All others are there when a word of the
 // other kernel says so:
 //   order   the ready blocks of all segments, then the others (scheduler.cuh), from the last segment on back to the

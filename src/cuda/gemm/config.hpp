@@ -125,8 +125,6 @@ constexpr int kGroupRows = 64;       // rows of B, of each half, in a row group
 constexpr int kStageRowBytes = 128;  // of an operand, along k or along its rows, swizzled
 constexpr int kSlabColumns = 64;     // bf16 columns of a 128-byte swizzled row
 constexpr int kGroupColumns = 128;   // tile_n comes in groups; a gated one is [64 gate | 64 up]
-constexpr int kReadyRows =
-    128;  // of a block whose rows of A are all there at launch, or not (await_rows.cuh)
 constexpr int kSharedMemoryBytes = 227 * 1024;
 
 struct GemmConfig {
@@ -316,9 +314,8 @@ consteval bool valid(GemmConfig c) {
     throw "epilogue.outer_product: deferred, TMA, tile.n of 256";
 
   if (c.order.longest_first && !c.varlen_k()) throw "order.longest_first: with varlen-K";
-  if (c.order.ready_first &&
-      (c.varlen_k() || !c.gathers() || c.keeps_b() || c.cluster.ctas > 1 || c.tile.m != kReadyRows))
-    throw "order.ready_first: varlen-M, gathered rows, blocks of kReadyRows, no resident B, no cluster";
+  if (c.order.ready_first && (c.varlen_k() || !c.gathers() || c.keeps_b() || c.cluster.ctas > 1))
+    throw "order.ready_first: with varlen-M, gathered rows, no resident B, no cluster";
   if (c.schedules_apart() && (c.gathers() || c.cluster_m() > 1 || c.keeps_b()))
     throw "order.draw: a warp of its own with TMA, no multicast, no resident B";
   return true;

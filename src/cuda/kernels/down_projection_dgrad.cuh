@@ -27,7 +27,7 @@
 
 namespace tessera::cuda {
 
-static_assert(kScoreGroup == gemm::kGroupColumns && gemm::kReadyRows == core::kReadyRows);
+static_assert(kScoreGroup == gemm::kGroupColumns);
 
 // A config is a type with `static constexpr gemm::GemmConfig gemm` and `ActivationKind activation`.
 struct DownProjectionDgradParams {
@@ -53,7 +53,7 @@ template <class Config>
 cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
                                               DownProjectionDgradArguments const& args) {
   constexpr gemm::GemmConfig kGemm = Config::gemm;
-  static_assert(kGemm.gathers());
+  static_assert(kGemm.gathers() && kGemm.block_m() == core::kReadyRows);
   int64_t const n = args.intermediate;
   int const halves = args.activation.gated() && !Config::interleaved ? 2 : 1;
   int64_t const h_columns = Config::interleaved ? 2 * n : n;  // of a half

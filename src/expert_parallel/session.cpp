@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <new>
 #include <thread>
 
 #include "core/workspace.hpp"
 #include "cuda/host/error_text.hpp"
 #include "expert_parallel/fused/forward.hpp"
+#include "expert_parallel/plan/ready_experts.hpp"
 
 namespace tessera::expert_parallel {
 
@@ -116,20 +116,6 @@ Expected<CallerRows> stage_for_dispatch(StagedRows const& rows, std::int32_t tok
 // SMs that bring x while GEMMs run that do not read it.
 constexpr int kSecondSms = 8;
 
-// The first of the experts whose blocks without rows of peers are multiplied while those come. There are as many as it
-// takes, since their weights are read twice, and they are the last ones: their weights are still in L2 when the rest of
-// their rows is due. Rates of two H200: docs/notebook/2026-11-30-own-rows-first.md
-std::int32_t first_ready_expert(ExchangeShape const& s) noexcept {
-  constexpr double kLinkBytes = 400e9, kFlops = 500e12;  // a second
-  constexpr double kWait = 10e-6;                        // seconds, for ranks that are not in step
-  double const d = s.hidden, n = s.intermediate, tokens = s.max_tokens;
-  double const arrival = kWait + 2 * d * tokens * (s.ranks - 1) / kLinkBytes;
-  double const own_rows = tokens * s.max_top_k / s.ranks;
-  double const multiplied = 2 * own_rows * d * n / kFlops;
-  double const share = std::min(1.0, arrival / multiplied);
-  return s.local_experts() - static_cast<std::int32_t>(std::ceil(share * s.local_experts()));
-}
-
 // Says where kernels read the caller's rows by 16 bytes; where they do not lie so, their place in the window, to which
 // they are copied.
 Expected<CallerRows> where_kernels_read(StagedRows const& rows, std::int32_t tokens,
@@ -178,6 +164,26 @@ ExchangeArguments exchange_of(SessionConfig const& config, Regions const& region
           .gmem_topk_ids = nullptr,
           .gmem_scores = nullptr,
           .gmem_pool = nullptr};
+}
+
+// Returns what dispatch and the two kernels in its place get alike: with tables of an earlier pass, and rows in the
+// window.
+DispatchArguments dispatch_arguments(SessionConfig const& config, Regions const& regions,
+                                     Fault* fault, DispatchTensors const& tensors) noexcept {
+  std::byte* const base = core::WorkspacePlan::align(config.workspace);
+  ExchangeArguments exchange = exchange_of(config, regions, fault, tensors.tokens);
+  exchange.gmem_topk_ids = tensors.gmem_topk_ids;
+  return {.exchange = exchange,
+          .tables = row_tables(tensors.tables),
+          .saved = {},
+          .capacity = tensors.tables.capacity,
+          .may_overflow = tensors.may_overflow,
+          .gmem_rows = static_cast<char*>(tensors.gmem_rows),
+          .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
+          .gmem_slot_of_pair = regions.slot_of_pair.in(base),
+          .gathered = tensors.gathered,
+          .zeroed = {tensors.zeroed.data(), static_cast<std::int32_t>(tensors.zeroed.size())},
+          .routing = tensors.routing};
 }
 
 }  // namespace
@@ -379,27 +385,16 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
     second_copied = rows.value();
   }
   Regions const regions(config_.shape, config_.sm_count);
-  std::byte* const base = core::WorkspacePlan::align(config_.workspace);
-  ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
-  exchange.gmem_topk_ids = tensors.gmem_topk_ids;
-  RowTables const tables = row_tables(tensors.tables);
-  TESSERA_TRY(check(
-      launch_dispatch(
-          {.exchange = exchange,
-           .tables = routed ? regions.tables(base) : tables,
-           .saved = routed ? tables : RowTables{},
-           .capacity = tensors.tables.capacity,
-           .may_overflow = tensors.may_overflow,
-           .gmem_rows = static_cast<char*>(tensors.gmem_rows),
-           .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
-           .gmem_slot_of_pair = regions.slot_of_pair.in(base),
-           .gathered = tensors.gathered,
-           .x = copied,
-           .second_x = second_copied,
-           .zeroed = {tensors.zeroed.data(), static_cast<std::int32_t>(tensors.zeroed.size())},
-           .routing = tensors.routing},
-          sms_of(tensors.sms, config_), native, static_cast<cudaEvent_t>(tensors.begun)),
-      "launch of dispatch"));
+  DispatchArguments args = dispatch_arguments(config_, regions, &host_->fault, tensors);
+  if (routed) {
+    args.saved = args.tables;
+    args.tables = regions.tables(core::WorkspacePlan::align(config_.workspace));
+  }
+  args.x = copied;
+  args.second_x = second_copied;
+  TESSERA_TRY(check(launch_dispatch(args, sms_of(tensors.sms, config_), native,
+                                    static_cast<cudaEvent_t>(tensors.begun)),
+                    "launch of dispatch"));
   stage_ = Stage::dispatched;
   tokens_ = tensors.tokens;
   return {};
@@ -415,23 +410,11 @@ Expected<core::AwaitedRows> Session::dispatch_beside(DispatchTensors const& tens
   if (!x.ok()) return x.status();
   Regions const regions(config_.shape, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
-  DispatchArguments args = {
-      .exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens),
-      .tables = row_tables(tensors.tables),
-      .saved = {},
-      .capacity = tensors.tables.capacity,
-      .may_overflow = tensors.may_overflow,
-      .gmem_rows = static_cast<char*>(tensors.gmem_rows),
-      .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
-      .gmem_slot_of_pair = regions.slot_of_pair.in(base),
-      .gathered = true,
-      .x = x.value(),
-      .zeroed = {tensors.zeroed.data(), static_cast<std::int32_t>(tensors.zeroed.size())},
-      .routing = tensors.routing,
-      .gmem_ready_blocks = regions.ready_blocks.in(base),
-      .ready_from = first_ready_expert(config_.shape),
-      .gmem_arrivals = regions.arrivals.in(base)};
-  args.exchange.gmem_topk_ids = tensors.gmem_topk_ids;
+  DispatchArguments args = dispatch_arguments(config_, regions, &host_->fault, tensors);
+  args.x = x.value();
+  args.gmem_ready_blocks = regions.ready_blocks.in(base);
+  args.ready_from = first_ready_expert(config_.shape);
+  args.gmem_arrivals = regions.arrivals.in(base);
   auto* const begun = static_cast<cudaEvent_t>(begun_);
   int const sms = sms_of(tensors.sms, config_);
   args.second_ctas = std::min(sms, kSecondSms);

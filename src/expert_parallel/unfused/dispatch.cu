@@ -14,7 +14,6 @@
 // Requires hidden % 8 == 0. Nobody waits before this rank has spoken, but where rows are copied CTAs that wait keep
 //          their SMs: all others have to get one, so there are no more CTAs than SMs
 #include "cuda/arch/dynamic_shared.cuh"
-#include "cuda/arch/load_global.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "cuda/host/launch.hpp"
 #include "expert_parallel/unfused/dispatch_rows.cuh"
@@ -43,55 +42,40 @@ __device__ void say_staged(DispatchArguments const& p, std::uint32_t epoch) {
   }
 }
 
-// Copies the caller's rows to their places in this rank's window, 16 bytes a lane at a time, kAtOnce of them in flight.
-// Warps with the same number in all CTAs come before the next ones, so that few rows are copied by all SMs, too.
+// Copies the caller's rows to their places in this rank's window. Warps with the same number in all CTAs come before
+// the next ones, so that few rows are copied by all SMs, too.
 __device__ void copy_to_window(DispatchArguments const& p) {
-  constexpr int kAtOnce = 4;
   ExchangeArguments const& exchange = p.exchange;
   int const pieces_of_row = exchange.shape.hidden / 8;
   int const pieces = exchange.tokens * pieces_of_row;  // of kMostCopiedBytes
   int const first_pieces = p.x.gmem != nullptr ? pieces : 0;
   int const all = first_pieces + (p.second_x.gmem != nullptr ? pieces : 0);
-  int const ctas = static_cast<int>(gridDim.x), threads = ctas * kThreads;
+  int const ctas = static_cast<int>(gridDim.x);
   int const worker = (arch::warp_idx() * ctas + static_cast<int>(blockIdx.x)) * arch::kWarpThreads +
                      arch::lane_idx();
-  for (int begin = worker; begin < all; begin += kAtOnce * threads) {
-    uint4 values[kAtOnce];
-    char* to[kAtOnce];
-    TESSERA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const number = begin + i * threads;
-      bool const is_second = number >= first_pieces;
-      int const piece = is_second ? number - first_pieces : number;
-      int const row = piece / pieces_of_row, column = piece - row * pieces_of_row;
-      CallerRows const& rows = is_second ? p.second_x : p.x;
-      values[i] = arch::load_streaming_16(rows.gmem + row * rows.pitch + std::int64_t{16} * column,
-                                          number < all);
-      to[i] = own_window(exchange).place(is_second ? exchange.window.second_x_row(0)
-                                                   : exchange.window.x_row(0)) +
-              std::int64_t{16} * piece;
-    }
-    TESSERA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (begin + i * threads < all) *reinterpret_cast<uint4*>(to[i]) = values[i];
-    }
-  }
+  char* const first = own_window(exchange).place(exchange.window.x_row(0));
+  char* const second = own_window(exchange).place(exchange.window.second_x_row(0));
+  copy_pieces(
+      all, worker, ctas * kThreads,
+      [&](std::int64_t i) {
+        return i < first_pieces ? piece_of(p.x, pieces_of_row, i)
+                                : piece_of(p.second_x, pieces_of_row, i - first_pieces);
+      },
+      [&](std::int64_t i, uint4 value) {
+        char* const to = i < first_pieces ? first + 16 * i : second + 16 * (i - first_pieces);
+        *reinterpret_cast<uint4*>(to) = value;
+      });
 }
 
 // Has the rows of this rank's tokens in its window, and says so to all ranks. Called by all threads.
 __device__ void stage(DispatchArguments const& p, std::uint32_t epoch) {
   ExchangeArguments const& exchange = p.exchange;
-  bool speaks = blockIdx.x == 0;
+  bool speaks = blockIdx.x == 0 && threadIdx.x == 0;
   if (p.x.gmem != nullptr || p.second_x.gmem != nullptr) {
     copy_to_window(p);
-    arch::fence_proxy_async_global();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      std::uint32_t* const copied = word_of(exchange.gmem_local, exchange.local.copied(epoch));
-      speaks = arch::count_acq_rel_gpu(copied, 1) + 1 == gridDim.x;
-    }
+    speaks = all_have_copied(exchange, exchange.local.copied(epoch), static_cast<int>(gridDim.x));
   }
-  if (speaks && threadIdx.x == 0) say_staged(p, epoch);
+  if (speaks) say_staged(p, epoch);
 }
 
 // Awaits what this launch brings of a rank, which may bring both by one launch or each by its own.
@@ -120,18 +104,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (arch::Mbarrier& full : smem.ring[warp].full) arch::mbarrier_init(&full, 1);
     arch::mbarrier_fence_init();
   }
-  if (begins) {
-    clear_next_bank<kThreads>(exchange, epoch);
-    if (renews_words(epoch)) renew_words<kThreads>(exchange, epoch, exchange.window.block_done);
-  }
   int const all_rows = p.tables.gmem_expert_offsets[exchange.local_experts];
   int const rows = static_cast<int>(min(std::int64_t{all_rows}, p.capacity));
-  if (begins) {
-    std::int64_t const first = std::int64_t{blockIdx.x} * kThreads + thread;
-    std::int64_t const threads = std::int64_t{gridDim.x} * kThreads;
-    write_tables(p, first, threads, rows);
-    write_routing(p, first, threads, rows);
-  }
+  if (begins) begin_pass<kThreads>(p, epoch, rows);
   Waiter const waiter(exchange, epoch);
   bool reached = true;
   if (thread < exchange.shape.ranks) {

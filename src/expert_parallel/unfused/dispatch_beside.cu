@@ -14,7 +14,6 @@
 // Requires gathered tokens, hidden % 8 == 0. CTAs of dispatch_beside wait for one another: all of them have an SM
 //          before anything follows that would take it (its event `begun`)
 #include "cuda/arch/dynamic_shared.cuh"
-#include "cuda/arch/load_global.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "cuda/host/launch.hpp"
 #include "expert_parallel/unfused/dispatch_rows.cuh"
@@ -32,50 +31,24 @@ struct Shared {
   Ring ring[kWarps];
 };
 
-// A place that rows go to, [tokens,d] without pads; or null.
-using Places = char* const (&)[2];
-
-// Copies the caller's rows to both places, 16 bytes a thread at a time, kAtOnce of them in flight. ctas: that copy.
-template <int kCtaThreads>
-__device__ void copy_rows_to(ExchangeArguments const& exchange, CallerRows const& rows, Places to,
-                             int ctas) {
-  constexpr int kAtOnce = 4;
+// Copies the caller's rows to places of rows without pads. worker of workers: this thread.
+template <class... Places>
+__device__ void copy_rows_to(ExchangeArguments const& exchange, CallerRows const& rows, int worker,
+                             int workers, Places... to) {
   int const pieces_of_row = exchange.shape.hidden / 8;
-  std::int64_t const pieces = std::int64_t{exchange.tokens} * pieces_of_row;
-  std::int64_t const threads = std::int64_t{ctas} * kCtaThreads;
-  for (std::int64_t begin = std::int64_t{blockIdx.x} * kCtaThreads + threadIdx.x; begin < pieces;
-       begin += kAtOnce * threads) {
-    uint4 values[kAtOnce];
-    TESSERA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      auto const piece = static_cast<std::uint32_t>(min(begin + i * threads, pieces - 1));
-      int const row = static_cast<int>(piece / static_cast<std::uint32_t>(pieces_of_row));
-      int const column = static_cast<int>(piece) - row * pieces_of_row;
-      values[i] = arch::load_streaming_16(rows.gmem + row * rows.pitch + std::int64_t{16} * column,
-                                          begin + i * threads < pieces);
-    }
-    TESSERA_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      std::int64_t const piece = begin + i * threads;
-      if (piece >= pieces) continue;
-      for (char* const place : to) {
-        if (place != nullptr) *reinterpret_cast<uint4*>(place + 16 * piece) = values[i];
-      }
-    }
-  }
+  copy_pieces(
+      std::int64_t{exchange.tokens} * pieces_of_row, worker, workers,
+      [&](std::int64_t i) { return piece_of(rows, pieces_of_row, i); },
+      [&](std::int64_t i, uint4 value) {
+        ((*reinterpret_cast<uint4*>(to + 16 * i) = value), ...);
+      });
 }
 
-// True for one thread, of the last of `ctas` CTAs to come, once what these have stored may be read by all GPUs. All
-// threads call it.
-__device__ bool all_have_copied(ExchangeArguments const& exchange, std::int64_t word, int ctas) {
-  arch::fence_proxy_async_global();
-  __syncthreads();
-  if (threadIdx.x != 0) return false;
-  auto const before =
-      static_cast<int>(arch::count_acq_rel_gpu(word_of(exchange.gmem_local, word), 1));
-  if (before + 1 != ctas) return false;
+// Says to all ranks by a word of theirs that rows lie in this rank's window.
+__device__ void signal_ranks(ExchangeArguments const& exchange, std::int64_t word,
+                             std::uint32_t epoch) {
   arch::fence_acq_rel_sys();
-  return true;
+  for (int r = 0; r < exchange.shape.ranks; ++r) peer_of(exchange, r).signal(word, epoch);
 }
 
 // Counts the blocks of an expert, the first ones, whose rows are all of this rank's tokens, which come before others.
@@ -105,24 +78,23 @@ __global__ void __launch_bounds__(kBeginThreads)
   char* const own =
       p.gmem_rows + exchange.gathered_row(static_cast<std::uint32_t>(exchange.rank), 0) * row_bytes;
   int const ctas = static_cast<int>(gridDim.x);
-  copy_rows_to<kBeginThreads>(exchange, p.x, {p.x.gmem == window ? nullptr : window, own}, ctas);
-  if (all_have_copied(exchange, exchange.local.copied(epoch), ctas)) {
-    for (int r = 0; r < exchange.shape.ranks; ++r) {
-      peer_of(exchange, r).signal(exchange.window.staged_word(exchange.rank), epoch);
-    }
+  int const thread = static_cast<int>(blockIdx.x) * kBeginThreads + static_cast<int>(threadIdx.x);
+  int const threads = ctas * kBeginThreads;
+  if (p.x.gmem == window) {
+    copy_rows_to(exchange, p.x, thread, threads, own);
+  } else {
+    copy_rows_to(exchange, p.x, thread, threads, own, window);
   }
-  clear_next_bank<kBeginThreads>(exchange, epoch);
-  if (renews_words(epoch)) renew_words<kBeginThreads>(exchange, epoch, exchange.window.block_done);
+  if (all_have_copied(exchange, exchange.local.copied(epoch), ctas)) {
+    signal_ranks(exchange, exchange.window.staged_word(exchange.rank), epoch);
+  }
   int const rows = static_cast<int>(
       min(std::int64_t{p.tables.gmem_expert_offsets[exchange.local_experts]}, p.capacity));
-  std::int64_t const thread = std::int64_t{blockIdx.x} * kBeginThreads + threadIdx.x;
-  std::int64_t const threads = std::int64_t{gridDim.x} * kBeginThreads;
   if (thread == 0) *p.gmem_arrivals = 0;
-  for (std::int64_t e = thread; e < exchange.local_experts; e += threads) {
-    p.gmem_ready_blocks[e] = e < p.ready_from ? 0 : own_blocks(p, static_cast<int>(e), rows);
+  for (int e = thread; e < exchange.local_experts; e += threads) {
+    p.gmem_ready_blocks[e] = e < p.ready_from ? 0 : own_blocks(p, e, rows);
   }
-  write_tables(p, thread, threads, rows);
-  write_routing(p, thread, threads, rows);
+  begin_pass<kBeginThreads>(p, epoch, rows);
 }
 
 // Awaits a word of every rank; all threads call it. False: the pass is lost.
@@ -172,12 +144,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   char* const window = own_window(exchange).place(exchange.window.second_x_row(0));
   int const ctas = p.second_ctas;
   if (p.second_x.gmem != window) {
-    copy_rows_to<kThreads>(exchange, p.second_x, {window, nullptr}, ctas);
+    copy_rows_to(exchange, p.second_x, static_cast<int>(blockIdx.x * kThreads + threadIdx.x),
+                 ctas * kThreads, window);
   }
   if (all_have_copied(exchange, exchange.local.second_copied(epoch), ctas)) {
-    for (int r = 0; r < exchange.shape.ranks; ++r) {
-      peer_of(exchange, r).signal(exchange.window.second_staged_word(exchange.rank), epoch);
-    }
+    signal_ranks(exchange, exchange.window.second_staged_word(exchange.rank), epoch);
   }
   bool const second_staged =
       await_ranks(exchange, [&](int rank) { return waiter.for_second_rows(rank); });

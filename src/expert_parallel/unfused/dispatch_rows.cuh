@@ -6,7 +6,9 @@
 #pragma once
 
 #include "cuda/arch/bulk_copy.cuh"
+#include "cuda/arch/load_global.cuh"
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/proxy_fence.cuh"
 #include "cuda/arch/tma.cuh"
 #include "expert_parallel/exchange/exchange.hpp"
 #include "expert_parallel/exchange/route.cuh"
@@ -20,6 +22,46 @@ struct Ring {
   arch::Mbarrier full[kChunks];
 };
 
+// Copies `all` pieces of 16 bytes, kAtOnce of a thread's in flight. worker of workers: this thread. from(i) is the
+// address of the i-th; to(i, value) stores it.
+template <class From, class To>
+__device__ void copy_pieces(std::int64_t all, std::int64_t worker, std::int64_t workers, From from,
+                            To to) {
+  constexpr int kAtOnce = 4;
+  for (std::int64_t begin = worker; begin < all; begin += kAtOnce * workers) {
+    uint4 values[kAtOnce];
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      std::int64_t const piece = begin + i * workers;
+      values[i] = arch::load_streaming_16(from(min(piece, all - 1)), piece < all);
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (begin + i * workers < all) to(begin + i * workers, values[i]);
+    }
+  }
+}
+
+// The address of a piece of the caller's rows, which have `pieces_of_row` each.
+__device__ inline char const* piece_of(CallerRows const& rows, int pieces_of_row,
+                                       std::int64_t piece) {
+  std::uint32_t const number = static_cast<std::uint32_t>(piece);
+  std::uint32_t const row = number / static_cast<std::uint32_t>(pieces_of_row);
+  std::uint32_t const column = number - row * static_cast<std::uint32_t>(pieces_of_row);
+  return rows.gmem + row * rows.pitch + std::int64_t{16} * column;
+}
+
+// True for one thread, of the last of `ctas` CTAs to come, once what these have stored may be read by bulk copies. All
+// threads call it. Before it signals other GPUs, that thread fences.
+__device__ inline bool all_have_copied(ExchangeArguments const& exchange, std::int64_t word,
+                                       int ctas) {
+  arch::fence_proxy_async_global();
+  __syncthreads();
+  if (threadIdx.x != 0) return false;
+  std::uint32_t const before = arch::count_acq_rel_gpu(word_of(exchange.gmem_local, word), 1);
+  return before + 1 == static_cast<std::uint32_t>(ctas);
+}
+
 // Says whose rows a warp pulls, and which of them: rows i with i mod `workers` = worker.
 enum class Sources : std::uint8_t { all, own, peers };
 struct Share {
@@ -27,7 +69,7 @@ struct Share {
   int worker, workers;
 };
 
-// Where each token comes once, this rank's need none of the link, so warps of their own pull them meanwhile.
+// A rank's own tokens need none of the link: where each comes once, warps of their own pull them meanwhile.
 // ctas: those that pull, the first ones.
 template <int kWarps>
 __device__ Share share_of(DispatchArguments const& p, int warp, int ctas) {
@@ -219,6 +261,19 @@ __device__ inline void write_tables(DispatchArguments const& p, std::int64_t thr
     p.saved.gmem_origins[i] = p.tables.gmem_origins[i];
     p.saved.gmem_scores[i] = p.tables.gmem_scores[i];
   }
+}
+
+// All that the first kernel of a pass does besides rows, by all threads of its grid: counters of the next pass, words
+// that are due, tables.
+template <int kThreads>
+__device__ void begin_pass(DispatchArguments const& p, std::uint32_t epoch, int rows) {
+  ExchangeArguments const& exchange = p.exchange;
+  clear_next_bank<kThreads>(exchange, epoch);
+  if (renews_words(epoch)) renew_words<kThreads>(exchange, epoch, exchange.window.block_done);
+  std::int64_t const thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  std::int64_t const threads = std::int64_t{gridDim.x} * kThreads;
+  write_tables(p, thread, threads, rows);
+  write_routing(p, thread, threads, rows);
 }
 
 }  // namespace tessera::expert_parallel

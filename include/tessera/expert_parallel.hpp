@@ -174,8 +174,9 @@ struct ExpertCombineArgs {
 struct ExpertBackwardArgs {
   /// It brings rows of d_o as x and of x as second_x. Null: calls of dispatch() have brought them.
   ExpertDispatchArgs const* dispatch = nullptr;
-  /// Where it is given, `dispatch` has x alone and this has second_x, both gathered, and there is a side stream: rows
-  /// of other ranks' d_o come there, on `sms` of this one, while those of this rank are multiplied, and then rows of x.
+  /// Where it is given, `dispatch` has x alone and this has second_x, both gathered and without begun, and there is a
+  /// side stream: rows of other ranks' d_o come there, on `sms` of this one, while those of this rank are multiplied,
+  /// and then rows of x.
   ExpertDispatchArgs const* second_dispatch = nullptr;
   Context const* context = nullptr;  ///< of moe_backward_input() and moe_backward_weights()
   MoeDesc const* input_desc = nullptr;

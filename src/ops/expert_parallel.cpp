@@ -431,10 +431,11 @@ Expected<core::AwaitedRows> ExpertParallel::dispatch_beside(ExpertBackwardArgs c
   if (!second.ok()) return second.status();
   expert_parallel::DispatchTensors tensors = first.value();
   if (!tensors.has_x || tensors.has_second || second.value().has_x || !tensors.gathered ||
-      !second.value().gathered || args.side.native == nullptr) {
+      !second.value().gathered || tensors.begun != nullptr || second.value().begun != nullptr ||
+      args.side.native == nullptr) {
     return Status::invalid(
-        "second_dispatch: x alone by dispatch, second_x alone by second_dispatch, both gathered, "
-        "and a side stream");
+        "second_dispatch: x alone by dispatch, second_x alone by second_dispatch, both gathered "
+        "and without begun, and a side stream");
   }
   if (tensors.tokens != second.value().tokens) {
     return Status::invalid("second_x: %d tokens; the pass began with %d, pass as many",

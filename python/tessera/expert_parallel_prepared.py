@@ -19,7 +19,7 @@ from tessera.expert_parallel_side_stream import BESIDE_SMS, SIDE_SMS, TOKEN_SMS
 from tessera.ops import layer
 from tessera.ops.prepared_calls import Written, contiguous_strides, describe, field_word, maker
 
-READY_ROWS = 128  # of a block of rows that is multiplied or waits, as a whole
+OWN_ROWS = 256  # of an expert, of this rank's tokens, from which on a backward pass begins with them; measured
 ALIGNMENT = 256  # bytes, of whatever lies in one piece of memory
 WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
@@ -33,8 +33,8 @@ def gathers_tokens(session, rows: int) -> bool:
 
 def begins_with_own_rows(desc, tokens: int) -> bool:
     """Whether a backward pass whose tokens come once multiplies rows of this rank's tokens while the peers' come: where
-    an expert has at least two whole blocks of them on average. Bits are the same. Each rank decides by itself."""
-    return tokens * desc.top_k >= 2 * READY_ROWS * desc.experts
+    an expert has OWN_ROWS of them on average. Bits are the same. Each rank decides by itself."""
+    return tokens * desc.top_k >= OWN_ROWS * desc.experts
 
 
 def _aligned(size: int) -> int:

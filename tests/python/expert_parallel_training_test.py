@@ -302,7 +302,7 @@ class OnCpu(RankCase):
         self.assertFalse(prepared.gathers_tokens(session, 900))
 
     def test_where_own_rows_come_first(self):
-        """Where an expert has two blocks of them on average."""
+        """Where an expert has 256 of them on average."""
         desc = cpu_session(max_rows=900).desc
         tokens = -(-256 * desc.experts // desc.top_k)
         self.assertTrue(prepared.begins_with_own_rows(desc, tokens))

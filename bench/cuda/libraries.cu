@@ -7,10 +7,13 @@
 //
 //   libraries --library NAME=PATH --library NAME=PATH .. [--main-grad NAME=PATH].. [--config NAME].. [--rounds N]
 //             [--json FILE] [--zipf S | --shuffled-zipf S]
-//             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K] [--behind reads]
+//             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K] [--behind reads] [--as graphs]
+//             [--round nr-f]
 // --main-grad: a build whose weight gradients are fp32 and added to.
 // --behind reads: forward passes alone, each behind a reading of 512 MiB: caches hold clean lines of other memory, as
 // behind another layer of a model that decodes, and not what the pass before has left or written.
+// --as graphs: a pass is a graph that is replayed, and host_us the replay's.
+// --round nr-f: token rounding to multiples of 128 rows.
 // --zipf: expert e is as popular as 1 / (e+1)^S; or the same popularities in no order.
 #include <chrono>
 #include <cmath>
@@ -168,13 +171,13 @@ struct Output {
 // One build's calls, and what it writes.
 class Layer {
  public:
-  Layer(Library const& library, Inputs const& in)
+  Layer(Library const& library, Inputs const& in, bool rounds)
       : library_(library),
-        desc_(desc_of(in.shape)),
+        desc_(desc_of(in.shape, rounds)),
         routing_(saved_bytes(2)),
         workspace_(std::max(workspace_bytes(TESSERA_PASS_FORWARD),
                             workspace_bytes(TESSERA_PASS_BACKWARD))),
-        h_(in.shape.tokens * in.shape.top_k * 2 * in.shape.intermediate),
+        h_(saved_bytes(1) / int64_t(sizeof(bf16))),
         o_("o", in.x.count(), false),
         dx_("dx", in.x.count(), false),
         dw_router_("dw_router", in.w_router.count(), library.main_grad),
@@ -188,7 +191,7 @@ class Layer {
     forward_.weights.w_up = tensor_of(in.w_up, {e, 2 * n, d});
     forward_.weights.w_down = tensor_of(in.w_down, {e, d, n});
     forward_.o = o_.tensor({t, d});
-    forward_.h = tensor_of(h_, {t * s.top_k, 2 * n});
+    forward_.h = tensor_of(h_, {h_.count() / (2 * n), 2 * n});
     forward_.routing = {routing_.get(), size_t(routing_.count())};
     forward_.workspace = {workspace_.get(), size_t(workspace_.count())};
     backward_.size = sizeof backward_;
@@ -205,7 +208,35 @@ class Layer {
     backward_.accumulate = library.main_grad ? 1 : 0;
     backward_.workspace = forward_.workspace;
   }
+  ~Layer() {
+    for (cudaGraphExec_t const graph : graphs_) {
+      if (graph != nullptr) cudaGraphExecDestroy(graph);
+    }
+  }
+  Layer(Layer const&) = delete;
+  Layer& operator=(Layer const&) = delete;
+
+  // From here on run() replays.
+  void capture() {
+    cudaStream_t stream;
+    TESSERA_CUDA(cudaStreamCreate(&stream));
+    cudaGraphExec_t graphs[2];
+    for (int pass = 0; pass < 2; ++pass) {
+      cudaGraph_t graph;
+      TESSERA_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      run(pass == 1, stream);
+      TESSERA_CUDA(cudaStreamEndCapture(stream, &graph));
+      TESSERA_CUDA(cudaGraphInstantiate(&graphs[pass], graph, 0));
+      TESSERA_CUDA(cudaGraphDestroy(graph));
+    }
+    std::copy(graphs, graphs + 2, graphs_);
+    TESSERA_CUDA(cudaStreamDestroy(stream));
+  }
   void run(bool backward, cudaStream_t stream) const {
+    if (graphs_[backward] != nullptr) {
+      TESSERA_CUDA(cudaGraphLaunch(graphs_[backward], stream));
+      return;
+    }
     library_.check(backward ? library_.backward(library_.context, &desc_, &backward_, stream)
                             : library_.forward(library_.context, &desc_, &forward_, stream));
   }
@@ -215,7 +246,7 @@ class Layer {
   Library const& library() const { return library_; }
 
  private:
-  static tessera_moe_desc desc_of(MoeShape const& s) {
+  static tessera_moe_desc desc_of(MoeShape const& s, bool rounds) {
     tessera_moe_desc desc{};
     desc.size = sizeof desc;
     desc.tokens = s.tokens;
@@ -225,6 +256,7 @@ class Layer {
     desc.top_k = s.top_k;
     desc.dtype = TESSERA_BF16;
     desc.router = int32_t(RouterKind::topk_softmax);
+    if (rounds) desc.round = int32_t(Rounding::nr_f);
     return desc;
   }
   int64_t saved_bytes(int which) const {
@@ -245,6 +277,7 @@ class Layer {
   Output o_, dx_, dw_router_, dw_up_, dw_down_;
   tessera_forward_args forward_{};
   tessera_backward_args backward_{};
+  cudaGraphExec_t graphs_[2] = {};  // of both passes, once captured
 };
 
 // sums[0] of (a-b)^2, sums[1] of b^2; differences that are no numbers count as such.
@@ -294,13 +327,20 @@ Agreement agreement(Layer const& own, Layer const& first, std::string const& con
   return all;
 }
 
+// How passes are run.
+struct How {
+  int rounds = 60;
+  bool behind_reads = false, as_graphs = false, rounds_tokens = false;
+};
+
 struct Times {
   std::vector<float> ms, of_first, host_us;
 };
 
 // [pass][library]
 std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> const& layers,
-                                         int rounds, bool behind_reads) {
+                                         How const& how) {
+  bool const behind_reads = how.behind_reads;
   DeviceBuffer<char> const scratch(behind_reads ? kReadBytes : kFillBytes);
   DeviceBuffer<uint32_t> const sum(1);
   TESSERA_CUDA(cudaMemset(scratch.get(), 0, size_t(scratch.count())));
@@ -315,7 +355,7 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
   std::vector<size_t> order;
   for (size_t i = 0; i < 2 * count; i += behind_reads ? 2 : 1) order.push_back(i);
   std::mt19937 random(1);
-  for (int round = -kWarmUps; round < rounds; ++round) {
+  for (int round = -kWarmUps; round < how.rounds; ++round) {
     std::shuffle(order.begin(), order.end(), random);
     for (size_t i = 0; i < order.size() && !behind_reads; ++i) {
       TESSERA_CUDA(cudaMemsetAsync(scratch.get(), 0, kFillBytes, stream));
@@ -353,23 +393,24 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
   return times;
 }
 
-std::string bench_config(Config const& config, std::vector<Library> const& libraries, int rounds,
-                         Popularities const& popularities, bool behind_reads) {
+std::string bench_config(Config const& config, std::vector<Library> const& libraries,
+                         Popularities const& popularities, How const& how) {
   Inputs const inputs(config, popularities);
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<Agreement> checked;
   for (Library const& library : libraries) {
-    layers.push_back(std::make_unique<Layer>(library, inputs));
+    layers.push_back(std::make_unique<Layer>(library, inputs, how.rounds_tokens));
     for (Output const* output : layers.back()->outputs()) output->prepare();
     layers.back()->run(false, nullptr);
     layers.back()->run(true, nullptr);
     TESSERA_CUDA(cudaDeviceSynchronize());
     checked.push_back(agreement(*layers.back(), *layers.front(), config.name));
+    if (how.as_graphs) layers.back()->capture();
   }
-  std::vector<std::vector<Times>> const times = time_all(layers, rounds, behind_reads);
+  std::vector<std::vector<Times>> const times = time_all(layers, how);
   std::string rows;
   MoeShape const& s = config.shape;
-  for (size_t pass = 0; pass < (behind_reads ? 1 : 2); ++pass) {
+  for (size_t pass = 0; pass < (how.behind_reads ? 1 : 2); ++pass) {
     for (size_t i = 0; i < layers.size(); ++i) {
       Quantiles const t = quantiles(times[pass][i].ms), ratio = quantiles(times[pass][i].of_first);
       float const host_us = quantiles(times[pass][i].host_us).median;
@@ -385,15 +426,16 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
           row, sizeof row,
           "%s\n  {\"config\": \"%s\", \"shape\": [%lld, %lld, %lld, %lld, %lld], "
           "\"dtype\": \"bf16\", \"gpus\": 1, \"routing\": \"%s\", \"router\": "
-          "\"topk-softmax\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": "
+          "\"topk-softmax\", \"round\": \"%s\", \"pass\": \"%s\", \"impl\": \"tessera\", "
+          "\"variant\": \"%s\", \"ms\": "
           "%.5f, "
           "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"of_first\": %.5f, \"host_us\": %.1f, \"checked\": "
           "%s, \"equal_to_first\": %s}",
           rows.empty() ? "" : ",", config.name.c_str(), (long long)s.tokens, (long long)s.hidden,
           (long long)s.intermediate, (long long)s.experts, (long long)s.top_k,
-          popularities.name().c_str(), of, libraries[i].name.c_str(), t.median, t.p10, t.p90,
-          ratio.median, host_us, checked[i].close ? "true" : "false",
-          checked[i].equal ? "true" : "false");
+          popularities.name().c_str(), how.rounds_tokens ? "nr-f" : "none", of,
+          libraries[i].name.c_str(), t.median, t.p10, t.p90, ratio.median, host_us,
+          checked[i].close ? "true" : "false", checked[i].equal ? "true" : "false");
       rows += row;
     }
   }
@@ -401,14 +443,15 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
   return rows;
 }
 
-void write_json(std::string const& path, std::string const& command, int rounds, bool behind_reads,
+void write_json(std::string const& path, std::string const& command, How const& how,
                 std::string const& rows) {
   write_results(path, command,
-                std::to_string(rounds) + " rounds after " + std::to_string(kWarmUps) +
+                std::to_string(how.rounds) + " rounds after " + std::to_string(kWarmUps) +
                     " warm-ups; a round runs every build and " +
-                    (behind_reads ? "its forward pass once, each behind a reading of 512 MiB"
-                                  : "pass once, behind 256 MiB of fills for each") +
-                    ", in random order; of_first: "
+                    (how.behind_reads ? "its forward pass once, each behind a reading of 512 MiB"
+                                      : "pass once, behind 256 MiB of fills for each") +
+                    ", in random order" + (how.as_graphs ? ", as a graph" : "") +
+                    "; of_first: "
                     "median of the ratio to the first build in the same round; host_us: median of "
                     "a call on the host",
                 rows);
@@ -448,8 +491,7 @@ int main(int argc, char** argv) {
   std::vector<Config> configs;
   tessera::MoeShape shape{};
   std::string command, json, rows, tokens;
-  int rounds = 60;
-  bool behind_reads = false;
+  How how;
   Popularities popularities;
   for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
   for (int i = 1; i < argc; i += 2) {
@@ -471,11 +513,15 @@ int main(int argc, char** argv) {
     } else if (is("--top-k")) {
       shape.top_k = std::atoll(value.c_str());
     } else if (is("--rounds") && std::atoi(value.c_str()) > 0) {
-      rounds = std::atoi(value.c_str());
+      how.rounds = std::atoi(value.c_str());
     } else if ((is("--zipf") || is("--shuffled-zipf")) && std::atof(value.c_str()) > 0) {
       popularities = {std::atof(value.c_str()), flag == "--shuffled-zipf"};
     } else if (flag == "--behind" && value == "reads") {
-      behind_reads = true;
+      how.behind_reads = true;
+    } else if (flag == "--as" && value == "graphs") {
+      how.as_graphs = true;
+    } else if (flag == "--round" && value == "nr-f") {
+      how.rounds_tokens = true;
     } else if (is("--json")) {
       json = value;
     } else {
@@ -493,9 +539,8 @@ int main(int argc, char** argv) {
       configs.push_back(config_of(name));
   }
   for (Config const& config : configs) {
-    rows += (rows.empty() ? "" : ",") +
-            bench_config(config, libraries, rounds, popularities, behind_reads);
+    rows += (rows.empty() ? "" : ",") + bench_config(config, libraries, popularities, how);
   }
-  if (!json.empty()) write_json(json, command, rounds, behind_reads, rows);
+  if (!json.empty()) write_json(json, command, how, rows);
   return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "tests/emulator/emulator.hpp"
+#include "tests/emulator/late.hpp"
 #include "tests/emulator/memory.hpp"
 
 namespace tessera::cuda {
@@ -226,6 +227,24 @@ TEST(Aggregate, AnyTopK) {
                       .some_add = number % 8 == 5};
       if (varies) c.slots = {top_k, top_k + 1, top_k - 1, top_k};
       expect_library(c, number++);
+    }
+  }
+}
+
+// A number of slots of its own, and the ring.
+TEST(Aggregate, RowsOfTheKernelAhead) {
+  for (std::vector<int> const& slots : {std::vector<int>{}, {4, 5}}) {
+    Problem<__nv_bfloat16> problem({.tokens = 40, .hidden = 264, .top_k = 4, .slots = slots});
+    for (emulator::Schedule const& schedule : emulator::kSchedules) {
+      Memory<Bits> coming(static_cast<std::int64_t>(problem.y->size()));
+      EXPECT_EQ(problem.run(
+                    [&](AggregateArguments args) {
+                      emulator::write_late(nullptr, *problem.y, coming);
+                      args.gmem_y = coming.get();
+                      return launch_aggregate<__nv_bfloat16>(args, nullptr);
+                    },
+                    schedule),
+                "");
     }
   }
 }

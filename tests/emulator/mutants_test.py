@@ -7,6 +7,7 @@ What a GPU's memory may reorder is none of them: fences do nothing here (emulato
 import re
 import sys
 
+import early_launches_mutants
 import exchange_mutants
 import mutant_runner
 
@@ -22,6 +23,7 @@ COMPILED = {
     "expert_parallel/fused/saved_pass.cuh": ("forward_instances.cpp", "FusedForward.*"),
     "expert_parallel/unfused/copy_rows.cuh": ("expert_parallel/unfused/combine.cu", "UnfusedExchange.*"),
     "expert_parallel/": ("forward_instances.cpp", "FusedForward.*"),
+    early_launches_mutants.EARLY: ("early_launches_test.cpp", "EarlyLaunches.*"),
     OTHER_KINDS: ("forward_other_instances.cpp", "FusedForward.*"),
     "cuda/gemm/ring.cuh": ("forward_instances.cpp", "FusedForward.*"),
     "cuda/epilogue/activation_math.cuh": ("activation_test.cpp", "Activation.*"),
@@ -449,6 +451,7 @@ MUTANTS = [
      "DownProjectionDgrad.RowsThatComeMeanwhile"),
     ("the second turn begins with the first blocks again", "cuda/gemm/await_rows.cuh",
      "return awaits() ? __ldg", "return false ? __ldg", "DownProjectionDgrad.RowsThatComeMeanwhile"),
+    *early_launches_mutants.MUTANTS,
     *exchange_mutants.MUTANTS,
 ]
 

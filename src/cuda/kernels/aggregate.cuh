@@ -229,6 +229,7 @@ template <class Config, class Element>
 __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
     aggregate(__grid_constant__ AggregateArguments const p) {
   static_assert(valid(Config::config));
+  arch::wait_for_previous_kernel();
   auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
   uint32_t const item = blockIdx.x * Config::config.warps + arch::warp_idx();
   int64_t const token = item / parts;
@@ -240,6 +241,7 @@ template <class Config, class Element>
 __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
     aggregate_ring(__grid_constant__ AggregateArguments const p, int const item_tokens) {
   static_assert(valid(Config::config));
+  arch::wait_for_previous_kernel();
   aggregate_in_ring<Config, Element>(p, item_tokens,
                                      blockIdx.x * Config::config.warps + arch::warp_idx());
 }
@@ -277,7 +279,7 @@ cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t
   if (args.tokens != 0 && parts > INT32_MAX / args.tokens) return cudaErrorInvalidValue;
   int64_t const ctas = (args.tokens * parts + Config::config.warps - 1) / Config::config.warps;
   if (ctas == 0) return cudaSuccess;
-  return host::launch_early(aggregate<Config, Element>, false, static_cast<unsigned>(ctas),
+  return host::launch_early(aggregate<Config, Element>, true, static_cast<unsigned>(ctas),
                             Config::config.threads(), 0, stream, args);
 }
 
@@ -289,7 +291,7 @@ cudaError_t launch_aggregate_ring_config(AggregateArguments const& args, cudaStr
   int64_t const items = aggregate_items<Config, Element>(args, item_tokens);
   if (items > INT32_MAX || args.hidden >= kAggregateMostColumns) return cudaErrorInvalidValue;
   int64_t const ctas = (items + Config::config.warps - 1) / Config::config.warps;
-  return host::launch_early(aggregate_ring<Config, Element>, false, unsigned(ctas),
+  return host::launch_early(aggregate_ring<Config, Element>, true, unsigned(ctas),
                             Config::config.threads(), 0, stream, args, item_tokens);
 }
 

@@ -238,6 +238,7 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Co
   TESSERA_STATIC_SHARED(smem_rows, int32_t[Config::kStagedSlots]);
   TESSERA_STATIC_SHARED(smem_sums, typename Sums<Config>::Shared);
   int const warp = arch::warp_idx(), lane = arch::lane_idx();
+  arch::let_next_kernel_start();  // up_projection_fwd, which waits
   arch::wait_for_previous_kernel();
   ChoiceTables const& tables = p.tables;
   bool const has_tables = tables.gmem_expert_offsets != nullptr;

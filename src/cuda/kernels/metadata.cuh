@@ -135,6 +135,8 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_rank(__grid_constant__ MetadataArguments const p) {
   constexpr int kRounds = MetadataConfig::kRounds;
   TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_counts);
+  arch::let_next_kernel_start();  // metadata_scatter
+  arch::wait_for_previous_kernel();
   int64_t const first = int64_t{blockIdx.x} * kMetadataBlockSlots + first_place();
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   int experts[kRounds], ranks[kRounds];
@@ -409,6 +411,8 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
   TESSERA_STATIC_SHARED(smem, ScatterStorage);
   TESSERA_STATIC_SHARED(smem_sums, UnitSumsStorage);
   TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_before);
+  arch::let_next_kernel_start();  // up_projection_fwd, which waits
+  arch::wait_for_previous_kernel();
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   RankUnits const ranked(p.unit_slots);
   int64_t const block_slot = int64_t{blockIdx.x} * ranked.block_slots();
@@ -437,7 +441,8 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
 // Where all slots are one block, the workspace is not needed.
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_one_block(__grid_constant__ MetadataArguments const p) {
-  arch::let_next_kernel_start();  // experts_fwd_few_tokens, which waits
+  arch::let_next_kernel_start();  // experts_fwd_few_tokens or up_projection_fwd, which wait
+  arch::wait_for_previous_kernel();
   TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_counts);
   TESSERA_STATIC_SHARED(smem, ScatterStorage);
   int experts[MetadataConfig::kRounds], ranks[MetadataConfig::kRounds];
@@ -472,12 +477,12 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
     return cudaErrorInvalidValue;
   }
   if (blocks == 1) {
-    return host::launch_early(metadata_one_block, false, 1, Config::kThreads, smem_bytes, stream,
+    return host::launch_early(metadata_one_block, true, 1, Config::kThreads, smem_bytes, stream,
                               args);
   }
   if (args.unit_slots == 0) {
-    cudaError_t const error = host::launch_early(metadata_rank, false, blocks, Config::kThreads,
-                                                 smem_bytes, stream, args);
+    cudaError_t const error =
+        host::launch_early(metadata_rank, true, blocks, Config::kThreads, smem_bytes, stream, args);
     if (error != cudaSuccess) return error;
   }
   auto const before_bytes = sizeof(uint16_t) *
@@ -485,7 +490,7 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
                             static_cast<size_t>(MetadataWorkspace::pitch_of(args.experts));
   unsigned const in_clusters =
       (blocks + Config::kCluster - 1) / Config::kCluster * Config::kCluster;
-  return host::launch_early(metadata_scatter, false, in_clusters, Config::kThreads, before_bytes,
+  return host::launch_early(metadata_scatter, true, in_clusters, Config::kThreads, before_bytes,
                             stream, args);
 }
 

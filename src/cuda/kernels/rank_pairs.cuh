@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config:
   arch::let_next_kernel_start();
   constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kRankPitch)
+  arch::wait_for_previous_kernel();
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
   int const first = static_cast<int>(blockIdx.x) * kChoiceBlockTokens, warp = arch::warp_idx();
   auto const tokens = min(static_cast<int>(p.tokens) - first, kChoiceBlockTokens);
@@ -84,7 +85,7 @@ cudaError_t launch_ranking(ChooseTokensArguments const& args, cudaStream_t strea
   if (blocks == 0) return cudaSuccess;
   int const staged = args.experts <= Config::kMaxStaged ? args.experts : 0;
   auto const smem_bytes = static_cast<size_t>(staged) * kRankPitch * 4;
-  return host::launch_early(kKernel, false, static_cast<unsigned>(blocks),
+  return host::launch_early(kKernel, true, static_cast<unsigned>(blocks),
                             Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream, args);
 }
 

@@ -13,6 +13,9 @@
 //   select  every lane sorts its four largest keys; K times: maximum of the warp, whose lane moves up its next. Equal
 //           keys, or a fifth of one lane: once more, step by step, with experts beside the keys
 //   score   lane k holds the k-th choice; sums over the chosen are one butterfly, over all E first per lane
+//          Both start beside the end of the kernel before and let metadata start at once. Where route_shared ranks,
+//          metadata waits until all of its CTAs have ended, or it would crowd on the SMs that are free first
+//          (docs/adr/0037-early-launches-in-forward.md)
 // Numerics fp32, compiled without contraction; sums fold 32 lanes by halves: the bits of core::warp_sum
 // Requires E <= 1024, K <= 32
 #pragma once
@@ -21,6 +24,7 @@
 
 #include <cstdint>
 
+#include "../arch/dependent_launch.cuh"
 #include "../arch/launch_bounds.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/static_shared.cuh"
@@ -50,6 +54,8 @@ struct RouteConfig {
 template <class Config, int kValues>
 __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     route(__grid_constant__ RouteArguments const p) {
+  arch::let_next_kernel_start();  // metadata
+  arch::wait_for_previous_kernel();
   int64_t const token = int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx();
   if (token >= p.tokens) return;
   float const* const gmem_logits = p.gmem_logits + token * p.experts;
@@ -71,6 +77,7 @@ __global__ void TESSERA_LAUNCH_BOUNDS(Config::kSharedWarps* arch::kWarpThreads)
     route_shared(__grid_constant__ RouteArguments const p) {
   using Token = SharedToken<kLanes, kValues>;
   constexpr int kTokens = arch::kWarpThreads / kLanes;
+  if constexpr (!kRanks) arch::let_next_kernel_start();  // metadata
   int64_t const first = (int64_t{blockIdx.x} * Config::kSharedWarps + arch::warp_idx()) * kTokens;
   // Warps without a token go through the last one again where others wait for them.
   if (!kRanks && first >= p.tokens) return;
@@ -81,6 +88,7 @@ __global__ void TESSERA_LAUNCH_BOUNDS(Config::kSharedWarps* arch::kWarpThreads)
     static_assert(Config::kSharedWarps * arch::kWarpThreads == Config::kMaxRankedExperts);
     ranks.clear();
   }
+  arch::wait_for_previous_kernel();
   int64_t const token = min(first + arch::lane_idx() / kLanes, p.tokens - 1);
   float const* const gmem_logits = p.gmem_logits + token * p.experts;
   int choice[Token::kChoices] = {};
@@ -143,7 +151,7 @@ cudaError_t launch_route_shared(RouteArguments const& args, cudaStream_t stream)
                          : route_shared<Config, kLanes, kValues, false, true>;
     }
   }
-  return host::launch_early(kernel, false, static_cast<unsigned>(ctas),
+  return host::launch_early(kernel, true, static_cast<unsigned>(ctas),
                             Config::kSharedWarps * arch::kWarpThreads, 0, stream, args);
 }
 
@@ -172,7 +180,7 @@ cudaError_t launch_route_values(RouteArguments const& args, cudaStream_t stream)
   int64_t const ctas = (args.tokens + Config::kWarps - 1) / Config::kWarps;
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  return host::launch_early(route<Config, kValues>, false, static_cast<unsigned>(ctas),
+  return host::launch_early(route<Config, kValues>, true, static_cast<unsigned>(ctas),
                             Config::kWarps * arch::kWarpThreads, 0, stream, args);
 }
 

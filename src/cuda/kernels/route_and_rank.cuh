@@ -102,6 +102,7 @@ __global__ void TESSERA_LAUNCH_BOUNDS_CTAS(kLanes* arch::kWarpThreads, Config::k
   constexpr uint32_t kTokenLanes = (1u << kLanes) - 1;
   arch::let_next_kernel_start();
   TESSERA_DYNAMIC_SHARED_ARRAY(uint32_t, smem_ranks);  // (E, kRankPitch)
+  arch::wait_for_previous_kernel();
   RouteArguments p = args;
   p.gmem_selection_bias = nullptr;  // as serves_route_and_rank() asks: no code for it
   int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens;
@@ -176,7 +177,7 @@ cudaError_t launch_route_and_rank_lanes(RouteArguments const& route,
       host::allow_shared_memory<route_and_rank<Config, kLanes, kValues>>(kMaxShared);
   if (error != cudaSuccess || route.tokens == 0) return error;
   return host::launch_early(
-      route_and_rank<Config, kLanes, kValues>, false,
+      route_and_rank<Config, kLanes, kValues>, true,
       static_cast<unsigned>(choice_blocks(route.tokens)), kLanes * arch::kWarpThreads,
       static_cast<size_t>(route.experts) * kRankPitch * 4, stream, route, choice);
 }

@@ -11,6 +11,7 @@
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
+#include "../arch/dependent_launch.cuh"
 #include "../epilogue/store_fp32.cuh"
 #include "../gemm/sm90/roles.cuh"
 #include "../host/gemm_params.hpp"
@@ -20,7 +21,8 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr gemm::GemmConfig gemm`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm` and `bool lets_next`: whether route may start at
+// once, which for up to 128 experts has so few CTAs that they would crowd on the SMs that run out of tiles first.
 struct RouterLogitsParams {
   gemm::GemmParams gemm;
   gemm::StoreFp32Params epilogue;
@@ -30,6 +32,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_logits(__grid_constant__ RouterLogitsParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (Config::lets_next) arch::let_next_kernel_start();  // route
   gemm::run_gemm<Config::gemm, gemm::StoreFp32Epilogue<gemm::sm90::Core<Config::gemm>>>(p.gemm,
                                                                                         p.epilogue);
 #endif

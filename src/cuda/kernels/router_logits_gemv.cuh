@@ -7,6 +7,7 @@
 // Requires rows of 16 bytes (layer/select.cpp)
 #pragma once
 
+#include "../arch/dependent_launch.cuh"
 #include "../host/projection.hpp"
 #include "../warp/gemv.cuh"
 
@@ -22,6 +23,7 @@ struct RouterLogitsGemv {
 template <class Config>
 __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     router_logits_gemv(__grid_constant__ RouterLogitsArguments const p) {
+  arch::let_next_kernel_start();  // route
   int const expert = static_cast<int>(blockIdx.x) * Config::kWarps + arch::warp_idx();
   if (expert >= p.experts) return;
   int64_t const first = int64_t{blockIdx.y} * warp::kGemvRows;

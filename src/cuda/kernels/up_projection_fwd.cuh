@@ -35,11 +35,12 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_fwd(__grid_constant__ UpProjectionFwdParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // down_projection_fwd, which reads the tables at once: what made them has ended, as this kernel never starts early.
-  arch::let_next_kernel_start();
   using Epilogue = gemm::ActivationEpilogue<gemm::sm90::Core<Config::gemm>, Config::activation,
                                             Config::interleaved>;
-  gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue, [] {
+    arch::wait_for_previous_kernel();
+    arch::let_next_kernel_start();  // down_projection_fwd, which reads the tables at once
+  });
 #endif
 }
 
@@ -78,7 +79,7 @@ cudaError_t launch_up_projection_fwd_config(UpProjectionFwdArguments const& args
   cudaError_t const error = make_up_projection_fwd_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<up_projection_fwd<Config>>(
-      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(true),
       gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

@@ -65,6 +65,7 @@ struct DownProjectionFwdWide {
 // bench/results/archive/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
   static constexpr int kMaxExperts = 128;
+  static constexpr bool lets_next = false;
   static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},
                                          .stages = 6,
                                          .schedule = gemm::Schedule::kPingPong,
@@ -75,6 +76,7 @@ struct RouterLogitsNarrow {
 // 128 rows. bench/results/archive/h200/2026-11-22-router-tiles.json
 struct RouterLogitsLow {
   static constexpr int kMinExperts = 64;
+  static constexpr bool lets_next = false;
   static constexpr gemm::GemmConfig gemm{.tile = {64, 128, 64},
                                          .stages = 8,
                                          .schedule = gemm::Schedule::kPingPong,
@@ -93,6 +95,7 @@ constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_
 static_assert(router_logits_is_low(24576, 128, 132) && !router_logits_is_low(32768, 128, 132));
 
 struct RouterLogitsWide {
+  static constexpr bool lets_next = true;
   static constexpr gemm::GemmConfig gemm{.stages = 4, .order = {.draw = gemm::Draw::kStride}};
 };
 
@@ -100,6 +103,7 @@ struct RouterLogitsWide {
 // own B: two CTAs share it, but for few experts. docs/notebook/2026-11-27-fp32-router.md
 struct RouterLogitsTermsFew {
   static constexpr int kMaxExperts = 64;
+  static constexpr bool lets_next = false;
   static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},
                                          .stages = 3,
                                          .schedule = gemm::Schedule::kPingPong,
@@ -109,6 +113,7 @@ struct RouterLogitsTermsFew {
                                          .order = {.draw = gemm::Draw::kStride}};
 };
 struct RouterLogitsTerms {
+  static constexpr bool lets_next = false;
   static constexpr gemm::GemmConfig gemm{
       .tile = {128, 128, 64},
       .stages = 3,

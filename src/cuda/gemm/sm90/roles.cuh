@@ -12,14 +12,22 @@
 
 namespace tessera::cuda::gemm {
 
-// Barriers and the segment table. On return all CTAs of the cluster may use each other's barriers.
-template <GemmConfig kGemm>
-__device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p) {
+// A kernel that may read memory from its first instruction on has nothing to do before.
+struct ReadsAtOnce {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// Barriers and the segment table. On return all CTAs of the cluster may use each other's barriers. Nothing is read
+// from global memory before before_reads() returns, which every thread calls.
+template <GemmConfig kGemm, class BeforeReads>
+__device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                       BeforeReads before_reads) {
   if (threadIdx.x == 0) {
     if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
     if (!p.b_in_boxes) arch::tma_prefetch_map(&p.b[0]);
     init_pipeline<kGemm>(smem);
   }
+  before_reads();
   for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
     smem.segment_offsets[s] =
         p.gmem_offsets != nullptr ? p.gmem_offsets[s] : min(s * p.segment_rows, p.total_rows);
@@ -32,12 +40,13 @@ __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams co
 }
 
 // The whole kernel: every thread of the grid calls it once.
-template <GemmConfig kGemm, class Epilogue>
+template <GemmConfig kGemm, class Epilogue, class BeforeReads = ReadsAtOnce>
 __device__ __forceinline__ void run_gemm(GemmParams const& p,
-                                         typename Epilogue::Params const& epilogue_params) {
+                                         typename Epilogue::Params const& epilogue_params,
+                                         BeforeReads before_reads = {}) {
   static_assert(valid(kGemm));
   auto& smem = shared_storage<kGemm>();
-  set_up<kGemm>(smem, p);
+  set_up<kGemm>(smem, p, before_reads);
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
     produce<kGemm, Epilogue>(smem, p, epilogue_params);

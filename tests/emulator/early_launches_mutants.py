@@ -17,6 +17,8 @@ MUTANTS = [
      "which wait\n" + WAIT, "which wait\n", "EarlyLaunches.OfFewTokens", EARLY),
     ("experts begin before they have rows", "cuda/kernels/up_projection_fwd.cuh",
      "  " + WAIT, "", "EarlyLaunches.OfManyTokens", EARLY),
+    ("rows of dx are made before those of dh", "cuda/kernels/up_projection_dgrad.cuh",
+     "if (p.waits_first) arch::wait_for_previous_kernel();", "", "UpProjectionDgrad.RunsThroughBothHalves"),
     ("sums begin before they have rows", "cuda/kernels/aggregate.cuh",
      WAIT + "  auto const parts", "  auto const parts", "Aggregate.RowsOfTheKernelAhead"),
     ("sums of a ring begin before they have rows", "cuda/kernels/aggregate.cuh",

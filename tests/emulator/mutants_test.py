@@ -45,6 +45,7 @@ COMPILED = {
     "cuda/gemm/produce/gather_scaled.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/epilogue/activation_e4m3.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/gemm/await_rows.cuh": ("projection_dgrad_test.cpp", "DownProjectionDgrad.*"),
+    "cuda/kernels/up_projection_dgrad.cuh": ("projection_dgrad_test.cpp", "UpProjectionDgrad.*"),
     "cuda/gemm/sm90/outer_product.cuh": ("projection_dgrad_test.cpp", "UpProjectionDgrad.*"),
     "cuda/gemm/produce/load_tile.cuh": ("router_logits_test.cpp", "RouterLogits.*"),
     "cuda/gemm/": ("projections_test.cpp", "Projections.*"),

@@ -60,8 +60,8 @@ struct UpProjectionDgradArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
-  bool starts_early =
-      false;  // while the previous kernel of the stream ends; row_dlogits may come of it
+  /// dh may come of the previous kernel of the stream, which ends while this one starts; false: only row_dlogits may.
+  bool waits_first = true;
 };
 
 /// dW[half][e](i, c) = sum over rows r of expert e, ascending, of right[r, half*n + i] * left[gather_index[r], c],

@@ -33,6 +33,7 @@ namespace tessera::cuda {
 struct UpProjectionDgradParams {
   gemm::GemmParams gemm;
   gemm::StoreOuterProductParams epilogue;
+  bool waits_first;
 };
 
 // The previous kernel makes what the epilogue adds, or reads what it overwrites. It changes no hook.
@@ -51,16 +52,19 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_dgrad(__grid_constant__ UpProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  arch::let_next_kernel_start();  // up_projection_wgrad
+  auto const before_reads = [&p] {
+    if (p.waits_first) arch::wait_for_previous_kernel();
+    arch::let_next_kernel_start();  // up_projection_wgrad, which reads dh at once
+  };
   if constexpr (Config::router_part) {
     gemm::run_gemm<
         Config::gemm,
         AfterPreviousKernel<gemm::StoreOuterProductEpilogue<gemm::sm90::Core<Config::gemm>>>>(
-        p.gemm, p.epilogue);
+        p.gemm, p.epilogue, before_reads);
   } else {
     gemm::run_gemm<Config::gemm,
                    AfterPreviousKernel<gemm::StoreEpilogue<gemm::sm90::Core<Config::gemm>>>>(
-        p.gemm, p.epilogue.store);
+        p.gemm, p.epilogue.store, before_reads);
   }
 #endif
 }
@@ -90,6 +94,7 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
     then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
                                      args.rows, gemm::kSubtileM));
   }
+  p.waits_first = args.waits_first;
   p.epilogue.store.gmem_d = static_cast<gemm::bf16*>(args.gmem_dx_rows);
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);
@@ -109,7 +114,7 @@ cudaError_t launch_up_projection_dgrad_config(UpProjectionDgradArguments const& 
   cudaError_t const error = make_up_projection_dgrad_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<up_projection_dgrad<Config>>(
-      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(args.starts_early),
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(true),
       gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

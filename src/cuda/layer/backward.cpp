@@ -161,7 +161,7 @@ class Backward {
   /// Computes the router's part of dx, and the dx rows, which include that part where they can.
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
-    experts_.up_dgrad.starts_early = follows_down_wgrad_;
+    experts_.up_dgrad.waits_first = !follows_down_wgrad_;
     if (has_router_dgrad()) {
       sequence_.select(
           "router_dgrad",
@@ -187,7 +187,7 @@ class Backward {
     for_each_column_chunk(desc_, [&](Columns columns, bool is_last) {
       UpProjectionDgradArguments up_dgrad = columns_of(experts_.up_dgrad, columns);
       // The rows of one chunk lie where those of the chunk before lay, which its aggregate reads.
-      up_dgrad.starts_early = experts_.up_dgrad.starts_early && columns.first == 0;
+      up_dgrad.waits_first = experts_.up_dgrad.waits_first || columns.first > 0;
       sequence_.select("up_projection_dgrad", up_dgrad);
       experts_.aggregate = columns_of(whole, columns);
       if (!is_last) sequence_.select("aggregate", experts_.aggregate);
@@ -206,8 +206,8 @@ class Backward {
     int const all = sequence_.device().sm_count();
     int const sms = both ? sms_for_aggregate(experts_.up_wgrad, experts_.aggregate, all) : 0;
     if (dx && sms == 0) sequence_.select("aggregate", experts_.aggregate);
-    // It reads nothing that up_projection_dgrad makes.
-    experts_.up_wgrad.starts_early = sms > 0 || (input && in_place_);
+    // It reads nothing that up_projection_dgrad makes, or down_projection_wgrad.
+    experts_.up_wgrad.starts_early = sms > 0 || (input ? in_place_ : follows_down_wgrad_);
     if (dw_up) sequence_.select("up_projection_wgrad", experts_.up_wgrad, all - sms);
     if (sms > 0) {
       sequence_.add("aggregate", [&](cudaStream_t stream) {

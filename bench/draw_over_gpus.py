@@ -33,7 +33,7 @@ FILES = {GEMMS: BESIDE, UNFUSED: BESIDE,
 # Of a training step: implementation as results name it.
 TRAINING = {"cuBLAS, its six GEMMs alone": "cublas-bmm", "Tessera, h made again": "tessera-save-x",
             NCCL: "nccl-grouped-mm"}
-TRAINING_FILES = {2: ("current/h200x2/2026-11-30-training.json", "current/h200x2/2026-11-30-training-dsv3.json"),
+TRAINING_FILES = {2: ("archive/h200x2/2026-11-30-training.json", "archive/h200x2/2026-11-30-training-dsv3.json"),
                   4: ("archive/h200x4/2026-11-27-training.json", "archive/h200x4/2026-11-27-training-dsv3.json")}
 OURS = "Tessera"
 OUR_VARIANTS = ("fused", "torch")

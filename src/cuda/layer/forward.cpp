@@ -2,7 +2,8 @@
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate on the caller's stream.
 // Where tokens are rounded or experts choose, choose_tokens makes the tables instead of metadata.
 // Where operands are quantised, x and the weights become codes before up_projection_fwd (low_precision.hpp).
-// A fast down_projection_fwd starts while up_projection_fwd ends (docs/adr/0021-experts-handed-over.md).
+// Kernels start beside the end of the one before (docs/adr/0037-early-launches-in-forward.md), a fast
+// down_projection_fwd in the tail of up_projection_fwd (docs/adr/0021-experts-handed-over.md).
 // Every launch has a size known from the shape: nothing waits, allocates or reads device memory from the host, so a
 // call can be captured into a graph.
 #include <cuda_runtime_api.h>

@@ -95,6 +95,14 @@ TEST(UnfusedExchange, BringsAndReturnsEveryRow) {
   }
 }
 
+// As many as a host has GPUs, and numbers of them that are no powers of two.
+TEST(UnfusedExchange, ManyRanks) {
+  expect_right(shape(kMaxRanks, 9, 16, 2 * kMaxRanks, 4, Transfer::once));
+  expect_right(shape(kMaxRanks, 5, 72, kMaxRanks, 2, Transfer::direct), 1, 20'000);
+  expect_right(shape(5, 7, 16, 15, 3, Transfer::once), 1);
+  expect_right(shape(6, 4, 16, 12, 2, Transfer::direct), 3);
+}
+
 // More choices than a warp adds up at once, and more columns.
 TEST(UnfusedExchange, ManyChoicesOfWideRows) {
   expect_right(shape(2, 3, 784, 22, 11, Transfer::once), 2);

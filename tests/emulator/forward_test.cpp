@@ -51,6 +51,20 @@ TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
   }
 }
 
+// As many as a host has GPUs, and numbers of them that are no powers of two.
+TEST(FusedForward, ManyRanks) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(kMaxRanks, 7, 72, 64, 2 * kMaxRanks, 4, transfer)});
+  }
+  // Several tokens of a warp have sums of every owner.
+  expect_right(
+      {.shape = shape(kMaxRanks, 64, 64, 64, 2 * kMaxRanks, 3, Transfer::partial_combine)});
+  expect_right({.shape = shape(5, 9, 64, 64, 15, 3, Transfer::once), .lag = 1});
+  expect_right({.shape = shape(6, 5, 64, 72, 6, 2, Transfer::direct), .saves = true});
+  expect_right({.shape = shape(kMaxRanks, 6, 64, 64, kMaxRanks, 8, Transfer::once), .saves = true},
+               50'000);
+}
+
 TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
   for (Transfer const transfer : kTransfers) {
     for (int const ctas : {2, 9}) {
@@ -215,6 +229,15 @@ TEST(FusedForward, ARankThatDoesNotComeIsReported) {
   EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, schedule_of(0)), "");
   for (std::string const& text : ranks.without(2, schedule_of(0))) {
     EXPECT_TRUE(text.find("the word of rank 2 is 0, expected 2") != std::string::npos ||
+                text.find("had given up") != std::string::npos)
+        << text;
+  }
+}
+
+TEST(FusedForward, OneOfManyRanksThatDoesNotComeIsReported) {
+  Ranks ranks({.shape = shape(kMaxRanks, 4, 64, 64, kMaxRanks, 2, Transfer::once)});
+  for (std::string const& text : ranks.without(5, schedule_of(1))) {
+    EXPECT_TRUE(text.find("the word of rank 5 is 0") != std::string::npos ||
                 text.find("had given up") != std::string::npos)
         << text;
   }

@@ -66,6 +66,8 @@ MUTANTS = [
     ("a task begins without its rows", "expert_parallel/fused/schedule_tasks.cuh",
      "pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);", "",
      "nan, not"),
+    ("keys of owners have room for four ranks", "expert_parallel/fused/slot_sums.cuh",
+     "turn_of_lane() * kMaxRanks", "turn_of_lane() * 4", "FAILED  ] FusedForward.ManyRanks"),
     ("a task is loaded before it may be", "expert_parallel/fused/load_task.cuh",
      "arch::mbarrier_wait(&smem_.schedule.loadable, phase_);", "",
      "nan, not"),

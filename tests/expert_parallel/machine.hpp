@@ -42,7 +42,7 @@ struct Address {
   }
 };
 
-constexpr int kMaxActors = 40;
+constexpr int kMaxActors = 48;
 using Clock = std::array<std::uint32_t, kMaxActors>;
 inline void join(Clock& to, Clock const& from) {
   for (std::size_t i = 0; i < to.size(); ++i) to[i] = std::max(to[i], from[i]);

@@ -421,8 +421,11 @@ TEST(Plan, SlicesCoverTheTokensOnce) {
   }
 }
 
-TEST(Layout, FitsAndHasNoOverlaps) {
-  ExchangeShape const shape{.ranks = 4,
+class Layout : public ::testing::TestWithParam<std::int32_t> {};  // numbers of ranks
+
+TEST_P(Layout, FitsAndHasNoOverlaps) {
+  std::int32_t const ranks = GetParam(), last = ranks - 1;
+  ExchangeShape const shape{.ranks = ranks,
                             .max_tokens = 8192,
                             .hidden = 2048,
                             .intermediate = 768,
@@ -438,15 +441,15 @@ TEST(Layout, FitsAndHasNoOverlaps) {
     EXPECT_LT(begins[i], begins[i + 1]);
     EXPECT_EQ(begins[i] % 4096, 0);
   }
-  EXPECT_LE(w.abort_word(3) + kWordStride, w.ack);
-  EXPECT_LE(w.ack_word(3) + kWordStride, w.staged);
-  EXPECT_LE(w.staged_word(3) + kWordStride, w.second_staged);
-  EXPECT_LE(w.second_staged_word(3) + kWordStride, w.block_done);
-  EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
-  EXPECT_LE(w.count_word(1, 3, 127) + 8, w.row_limits);
-  EXPECT_LE(w.row_limit_word(1, 3) + 8, w.lists);
-  EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.places);
-  EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
+  EXPECT_LE(w.abort_word(last) + kWordStride, w.ack);
+  EXPECT_LE(w.ack_word(last) + kWordStride, w.staged);
+  EXPECT_LE(w.staged_word(last) + kWordStride, w.second_staged);
+  EXPECT_LE(w.second_staged_word(last) + kWordStride, w.block_done);
+  EXPECT_LE(w.block_done_word(last, shape.max_blocks() - 1) + 4, w.counts);
+  EXPECT_LE(w.count_word(1, last, 127) + 8, w.row_limits);
+  EXPECT_LE(w.row_limit_word(1, last) + 8, w.lists);
+  EXPECT_LE(w.list_entry(1, last, 8192 * 8 - 1) + 16, w.places);
+  EXPECT_LE(w.placed_pair(1, last, 8192 * 8 - 1) + 8, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);
   EXPECT_LE(w.slot(8191, 7) + 4096, w.second_x);
   EXPECT_LE(w.second_x_row(8191) + 4096, w.dscores);
@@ -455,7 +458,8 @@ TEST(Layout, FitsAndHasNoOverlaps) {
   // small.
   constexpr std::int64_t kPairs = std::int64_t{8192} * 8;
   constexpr std::int64_t kRows = std::int64_t{2} * 8192 * 2048;
-  EXPECT_LT(w.bytes - kRows * 10 - 2 * 4 * kPairs * 24 - 4 * kPairs, 128 << 10);
+  EXPECT_LT(w.bytes - kRows * 10 - 2 * ranks * kPairs * 24 - 4 * kPairs,
+            ranks * (std::int64_t{32} << 10));
   ExchangeShape inference = shape;
   inference.training = false;
   EXPECT_EQ(WindowLayout(inference).bytes, w.bytes - kRows - 4 * kPairs);
@@ -469,8 +473,9 @@ TEST(Layout, FitsAndHasNoOverlaps) {
   EXPECT_LE(l.histogram(131) + 4 * 128, l.pair_index);
 }
 
-TEST(Layout, OfPartialCombineHasAWordForEverySum) {
-  ExchangeShape const shape{.ranks = 4,
+TEST_P(Layout, OfPartialCombineHasAWordForEverySum) {
+  std::int32_t const ranks = GetParam(), last = ranks - 1;
+  ExchangeShape const shape{.ranks = ranks,
                             .max_tokens = 8192,
                             .hidden = 2048,
                             .intermediate = 768,
@@ -478,17 +483,17 @@ TEST(Layout, OfPartialCombineHasAWordForEverySum) {
                             .max_top_k = 8,
                             .transfer = Transfer::partial_combine};
   WindowLayout const w(shape);
-  EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.partial_done);
+  EXPECT_LE(w.block_done_word(last, shape.max_blocks() - 1) + 4, w.partial_done);
   EXPECT_EQ(w.partial_done % 4096, 0);
-  EXPECT_LE(w.partial_done_word(3, 8191) + 4, w.counts);
+  EXPECT_LE(w.partial_done_word(last, 8191) + 4, w.counts);
   EXPECT_EQ(w.partial_done_word(0, 8191) + 4, w.partial_done_word(1, 0));
   EXPECT_EQ(w.placed_pair(0, 1, 0) + 8, w.placed_pair(0, 1, 1));
-  EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
+  EXPECT_LE(w.placed_pair(1, last, 8192 * 8 - 1) + 8, w.x);
   EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
   // Of what once has, these words alone are more; a GPU keeps no more to itself.
   ExchangeShape once = shape;
   once.transfer = Transfer::once;
-  EXPECT_EQ(w.bytes - WindowLayout(once).bytes, 4 * 4 * 8192);
+  EXPECT_EQ(w.bytes - WindowLayout(once).bytes, 4 * ranks * 8192);
   EXPECT_EQ(LocalLayout(shape, 132).bytes, LocalLayout(once, 132).bytes);
   // Windows of other transfers have no place for them, and those of direct none for `places`.
   EXPECT_EQ(WindowLayout(once).partial_done, WindowLayout(once).counts);
@@ -497,7 +502,9 @@ TEST(Layout, OfPartialCombineHasAWordForEverySum) {
   EXPECT_EQ(WindowLayout(direct).places, WindowLayout(direct).x);
 }
 
-TEST(Layout, OwnersAddUpAllExpertsButTheLastQuarter) {
+INSTANTIATE_TEST_SUITE_P(Ranks, Layout, ::testing::Values(2, 4, kMaxRanks));
+
+TEST(Owners, AddUpAllExpertsButTheLastQuarter) {
   auto const added = [](std::int32_t local, Transfer transfer) {
     return ExchangeShape{.ranks = 2, .experts = 2 * local, .transfer = transfer}.partial_experts();
   };

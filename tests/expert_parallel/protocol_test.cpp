@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "tessera/expert_parallel.hpp"
 #include "tests/expert_parallel/protocol_runs.hpp"
 
 namespace tessera::expert_parallel::model {
@@ -40,6 +41,32 @@ TEST(Protocol, EndsAndLosesNothing) {
           ASSERT_EQ(run(combined, options, seed), "") << where << ", partial combine";
         }
       }
+    }
+  }
+}
+
+// As many as a host has GPUs, and numbers of them that are no powers of two.
+TEST(Protocol, EndsWithManyRanks) {
+  for (std::int32_t const ranks : {5, 6, kMaxRanks}) {
+    for (std::uint64_t seed = 0; seed < 72; ++seed) {
+      bool const by_messages = ranks % 2 == 0 && seed % 5 == 1;
+      bool const one_cta = by_messages || seed % 2 == 0;  // as a machine has no room for all
+      Options const options = {.ctas = one_cta ? 1 : 2,
+                               .communication_warps = one_cta && !by_messages ? 2 : 1,
+                               .passes = 3,
+                               .lag = static_cast<std::int32_t>(seed % 3),
+                               .completes_later = seed % 5 != 0,
+                               .rows_in_flight = 1 + static_cast<std::int32_t>(seed % 3),
+                               .rows_by_stores = seed % 2 != 0,
+                               .rows_of_draw = static_cast<std::int32_t>(seed / 2 % 3),
+                               .prologue_rows = static_cast<std::int32_t>(seed % 4),
+                               .announces = one_cta && !by_messages && seed % 4 == 0,
+                               .sums_early = seed % 6 == 0,
+                               .copies_x = seed / 4 % 2 != 0,
+                               .host_ranks = by_messages ? ranks / 2 : 0};
+      ExchangeShape const shapes[] = {small(ranks), small_once(ranks), late_partial_combine(ranks)};
+      ASSERT_EQ(run(shapes[seed / 3 % 3], options, seed), "")
+          << ranks << " ranks, hosts of " << options.host_ranks << ", seed " << seed;
     }
   }
 }

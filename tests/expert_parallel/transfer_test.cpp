@@ -24,6 +24,9 @@ TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {
   EXPECT_EQ(choice(1, 2048, 768, 128, 8, true), Transfer::direct);
   EXPECT_EQ(choice(2, 2048, 768, 128, 8, true), Transfer::once);  // four fifths of the GEMMs' time
   EXPECT_EQ(choice(4, 2048, 768, 128, 8, true), Transfer::once);
+  EXPECT_EQ(choice(8, 2048, 768, 128, 8, true), Transfer::once);
+  EXPECT_EQ(choice(8, 7168, 2048, 256, 8, true), Transfer::direct);
+  EXPECT_EQ(choice(8, 2048, 2048, 32, 2, true), Transfer::direct);
   EXPECT_EQ(choice(4, 2048, 768, 128, 2, true), Transfer::direct);   // nearly as many rows
   EXPECT_EQ(choice(4, 7168, 2048, 256, 8, true), Transfer::direct);  // GEMMs take longer
   EXPECT_EQ(choice(4, 2048, 1024, 32, 8, true), Transfer::once);
@@ -47,7 +50,8 @@ TEST(Transfers, ExpertsBeginWithOwnRowsForAsLongAsTheLinkTakes) {
   EXPECT_EQ(ready(2, 2048, 768, 128, 8, 4096), 30);
   EXPECT_EQ(ready(2, 7168, 2048, 256, 8, 8192), 23);
   EXPECT_EQ(ready(4, 2048, 768, 128, 8, 8192), 32);  // all: the link takes longer
-  EXPECT_EQ(ready(1, 2048, 768, 128, 8, 8192), 0);   // nobody else's tokens come
+  EXPECT_EQ(ready(8, 2048, 768, 128, 8, 8192), 16);
+  EXPECT_EQ(ready(1, 2048, 768, 128, 8, 8192), 0);  // nobody else's tokens come
 }
 
 TEST(Transfers, OwnersAddUpWhereTheLinkWouldDecideEvenThen) {
@@ -104,7 +108,7 @@ Across across(ExchangeShape const& shape) {
 }
 
 TEST(Transfers, CountsWhatCrosses) {
-  for (std::int32_t const ranks : {1, 2, 4}) {
+  for (std::int32_t const ranks : {1, 2, 4, 8}) {
     for (std::int32_t const local : {1, 3, 4}) {
       for (std::int32_t const top_k : {1, 2, 3}) {
         ExchangeShape shape = {.ranks = ranks,

@@ -22,4 +22,5 @@ struct Epilogue {
   void drain() {}
 };
 
-template void gemm::run_gemm<kGemm, Epilogue>(gemm::GemmParams const&, Epilogue::Params const&);
+template void gemm::run_gemm<kGemm, Epilogue>(gemm::GemmParams const&, Epilogue::Params const&,
+                                              gemm::ReadsAtOnce);

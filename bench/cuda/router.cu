@@ -163,6 +163,7 @@ struct Problem {
 // Configurations beside the library's.
 template <int kM, int kN, int kStages, Schedule kSchedule>
 struct LogitsConfig {
+  static constexpr bool lets_next = false;
   static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
                                    .stages = kStages,
                                    .schedule = kSchedule,

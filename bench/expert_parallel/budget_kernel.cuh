@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
       }
     }
   }
-  gemm::set_up<kGemm>(smem.gemm, p.up.gemm, gemm::ReadsAtOnce{});
+  gemm::set_up<kGemm>(smem.gemm, p.up.gemm);
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
     arch::release_registers<kGemm.producer_registers()>();

@@ -204,7 +204,7 @@ std::vector<int> order_of(std::vector<std::int32_t> const& rows, int m_tiles, in
   p.gmem_tile_counter = &counter;
   emulator::launch(1, 1, kGemm.threads(), sizeof(gemm::SharedStorage<kGemm>), [&] {
     auto& smem = gemm::shared_storage<kGemm>();
-    gemm::set_up<kGemm>(smem, p, gemm::ReadsAtOnce{});
+    gemm::set_up<kGemm>(smem, p);
     gemm::TileScheduler<kGemm> scheduler(smem, p);
     gemm::WorkQueue<kGemm, true> queue(smem);
     bool const schedules = threadIdx.x < arch::kWarpThreads;

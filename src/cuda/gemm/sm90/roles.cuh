@@ -19,9 +19,9 @@ struct ReadsAtOnce {
 
 // Barriers and the segment table. On return all CTAs of the cluster may use each other's barriers. Nothing is read
 // from global memory before before_reads() returns, which every thread calls.
-template <GemmConfig kGemm, class BeforeReads>
+template <GemmConfig kGemm, class BeforeReads = ReadsAtOnce>
 __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p,
-                                       BeforeReads before_reads) {
+                                       BeforeReads before_reads = {}) {
   if (threadIdx.x == 0) {
     if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
     if (!p.b_in_boxes) arch::tma_prefetch_map(&p.b[0]);

@@ -26,7 +26,7 @@ __device__ __forceinline__ void run_scaled_gemm(GemmParams const& p, ScaleParams
       arch::mbarrier_init(&smem.stored[warp], 1);
     }
   }
-  set_up<kGemm>(smem, p, ReadsAtOnce{});
+  set_up<kGemm>(smem, p);
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
     produce_scaled<kGemm>(smem, p, scales);

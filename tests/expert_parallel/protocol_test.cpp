@@ -45,25 +45,30 @@ TEST(Protocol, EndsAndLosesNothing) {
   }
 }
 
-// As many as a host has GPUs, and numbers of them that are no powers of two.
+// Everything of a run that any number of ranks, CTAs and hosts may have, mixed by the seed.
+Options mixed(std::uint64_t seed) {
+  return {.lag = static_cast<std::int32_t>(seed % 3),
+          .completes_later = seed % 5 != 0,
+          .rows_in_flight = 1 + static_cast<std::int32_t>(seed % 3),
+          .rows_by_stores = seed % 2 != 0,
+          .rows_of_draw = static_cast<std::int32_t>(seed / 2 % 3),
+          .prologue_rows = static_cast<std::int32_t>(seed % 4),
+          .sums_early = seed % 6 == 0,
+          .copies_x = seed / 4 % 2 != 0};
+}
+
+// Ranks may be as many as a host has GPUs, or a number that is no power of two.
 TEST(Protocol, EndsWithManyRanks) {
   for (std::int32_t const ranks : {5, 6, kMaxRanks}) {
     for (std::uint64_t seed = 0; seed < 72; ++seed) {
       bool const by_messages = ranks % 2 == 0 && seed % 5 == 1;
       bool const one_cta = by_messages || seed % 2 == 0;  // as a machine has no room for all
-      Options const options = {.ctas = one_cta ? 1 : 2,
-                               .communication_warps = one_cta && !by_messages ? 2 : 1,
-                               .passes = 3,
-                               .lag = static_cast<std::int32_t>(seed % 3),
-                               .completes_later = seed % 5 != 0,
-                               .rows_in_flight = 1 + static_cast<std::int32_t>(seed % 3),
-                               .rows_by_stores = seed % 2 != 0,
-                               .rows_of_draw = static_cast<std::int32_t>(seed / 2 % 3),
-                               .prologue_rows = static_cast<std::int32_t>(seed % 4),
-                               .announces = one_cta && !by_messages && seed % 4 == 0,
-                               .sums_early = seed % 6 == 0,
-                               .copies_x = seed / 4 % 2 != 0,
-                               .host_ranks = by_messages ? ranks / 2 : 0};
+      Options options = mixed(seed);
+      options.ctas = one_cta ? 1 : 2;
+      options.communication_warps = one_cta && !by_messages ? 2 : 1;
+      options.passes = 3;
+      options.announces = one_cta && !by_messages && seed % 4 == 0;
+      options.host_ranks = by_messages ? ranks / 2 : 0;
       ExchangeShape const shapes[] = {small(ranks), small_once(ranks), late_partial_combine(ranks)};
       ASSERT_EQ(run(shapes[seed / 3 % 3], options, seed), "")
           << ranks << " ranks, hosts of " << options.host_ranks << ", seed " << seed;
@@ -124,18 +129,11 @@ TEST(Protocol, EndsByMessages) {
       if (host_ranks == ranks || (ranks == 4 && host_ranks == 1)) continue;
       for (std::int32_t const ctas : {1, 2}) {
         for (std::uint64_t seed = 0; seed < 28; ++seed) {
-          Options const options = {.ctas = ctas,
-                                   .passes = 4,
-                                   .lag = static_cast<std::int32_t>(seed % 3),
-                                   .completes_later = seed % 5 != 0,
-                                   .rows_in_flight = 1 + static_cast<std::int32_t>(seed % 3),
-                                   .rows_by_stores = seed % 2 != 0,
-                                   .rows_of_draw = static_cast<std::int32_t>(seed / 2 % 3),
-                                   .prologue_rows = static_cast<std::int32_t>(seed % 4),
-                                   .announces = seed % 7 == 0,
-                                   .sums_early = seed % 6 == 0,
-                                   .copies_x = seed / 4 % 2 != 0,
-                                   .host_ranks = host_ranks};
+          Options options = mixed(seed);
+          options.ctas = ctas;
+          options.passes = 4;
+          options.announces = seed % 7 == 0;
+          options.host_ranks = host_ranks;
           ExchangeShape const shapes[] = {small(ranks), small_once(ranks),
                                           small_partial_combine(ranks),
                                           late_partial_combine(ranks)};

@@ -216,7 +216,7 @@ class Layer {
   Layer(Layer const&) = delete;
   Layer& operator=(Layer const&) = delete;
 
-  // From here on run() replays.
+  // From here on run() replays. Until both graphs are there it enqueues, for them.
   void capture() {
     cudaStream_t stream;
     TESSERA_CUDA(cudaStreamCreate(&stream));

@@ -231,7 +231,7 @@ TEST(Aggregate, AnyTopK) {
   }
 }
 
-// A number of slots of its own, and the ring.
+// The kernel of a fixed number of slots waits for them, and so does the ring.
 TEST(Aggregate, RowsOfTheKernelAhead) {
   for (std::vector<int> const& slots : {std::vector<int>{}, {4, 5}}) {
     Problem<__nv_bfloat16> problem({.tokens = 40, .hidden = 264, .top_k = 4, .slots = slots});

@@ -203,8 +203,7 @@ class Pass {
   Memory<std::uint16_t> workspace_{
       static_cast<std::int64_t>(
           metadata_workspace_bytes(slots(), c_.experts, kRankedTokens* kTopK) /
-          sizeof(std::uint16_t)) +
-          8 * 8,
+          sizeof(std::uint16_t)),
       0};
   Memory<Bits> h_{slots() * 2 * kIntermediate, 0}, a_{slots() * kIntermediate, 0};
   std::vector<BlockRanks> ranks_ = emulator::choice_memory(c_.tokens, c_.experts, 0);

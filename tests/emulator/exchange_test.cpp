@@ -95,7 +95,7 @@ TEST(UnfusedExchange, BringsAndReturnsEveryRow) {
   }
 }
 
-// As many as a host has GPUs, and numbers of them that are no powers of two.
+// Ranks may be as many as a host has GPUs, or a number that is no power of two.
 TEST(UnfusedExchange, ManyRanks) {
   expect_right(shape(kMaxRanks, 9, 16, 2 * kMaxRanks, 4, Transfer::once));
   expect_right(shape(kMaxRanks, 5, 72, kMaxRanks, 2, Transfer::direct), 1, 20'000);

@@ -51,7 +51,7 @@ TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
   }
 }
 
-// As many as a host has GPUs, and numbers of them that are no powers of two.
+// Ranks may be as many as a host has GPUs, or a number that is no power of two.
 TEST(FusedForward, ManyRanks) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
     expect_right({.shape = shape(kMaxRanks, 7, 72, 64, 2 * kMaxRanks, 4, transfer)});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel ahead stores, late: for kernels that start early and have to wait.
+// A kernel ahead stores rows late, so that kernels behind it which start early have to wait.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -27,7 +27,7 @@ inline std::vector<Exchange> draw(ExchangeShape const& shape, std::int32_t passe
 
 enum class Judges { all, values_alone };
 
-// What went wrong in one run; empty if nothing.
+// Returns what went wrong in one run, or nothing.
 inline std::string run(ExchangeShape const& shape, Options const& options, std::uint64_t seed,
                        Judges judges = Judges::all) {
   Passes passes(draw(shape, options.passes, seed), options);

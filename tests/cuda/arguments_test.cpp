@@ -333,7 +333,7 @@ TEST(Refuse, NoLayoutButTransposedBlocks) {
 }
 
 // A tile's number along n has 16 bits in what the scheduler announces.
-// Words of a call without rows are not cleared, as nothing makes its tables.
+// Rows of a call without rows are not cleared, as nothing makes its tables.
 TEST(PrefersFewTokens, CallsWithRowsAlone) {
   for (std::int64_t const tokens : {0, 1, 8, 9}) {
     MoeDesc desc;
@@ -347,16 +347,39 @@ TEST(PrefersFewTokens, CallsWithRowsAlone) {
     args.weights = weights_without_memory(desc);
     ExpertArguments const experts = expert_arguments(
         desc, args, {{}, nowhere(), nowhere(), static_cast<std::int32_t*>(nowhere())});
-    EXPECT_EQ(prefers_few_tokens(experts_fwd_arguments(experts, {0, 64}, false,
-                                                       static_cast<std::int32_t*>(nowhere()))),
-              tokens == 1 || tokens == 8)
-        << tokens;
+    EXPECT_EQ(has_few_tokens(desc), tokens == 1 || tokens == 8) << tokens;
+    EXPECT_TRUE(prefers_few_tokens(
+        experts_fwd_arguments(experts, false, static_cast<std::int32_t*>(nowhere()))));
     // Rows of o that are no multiple of 16 bytes apart are added up by the plain twin, behind GEMMs.
     ExpertArguments odd = experts;
     odd.aggregate.o_pitch = 68;
     EXPECT_FALSE(prefers_few_tokens(
-        experts_fwd_arguments(odd, {0, 64}, false, static_cast<std::int32_t*>(nowhere()))));
+        experts_fwd_arguments(odd, false, static_cast<std::int32_t*>(nowhere()))));
   }
+}
+
+// What they clear is one piece, and what their tables are made from lies behind it.
+TEST(PrefersFewTokens, RowsThatAreCleared) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 3, .hidden = 72, .intermediate = 40, .experts = 4, .top_k = 2};
+  desc.dtype = DType::bf16;
+  for (RouterKind const kind : {RouterKind::given, RouterKind::topk_softmax}) {
+    desc.router.kind = kind;
+    ForwardPlan const few = plan_forward(desc, 4096);
+    EXPECT_LT(few.counters.offset, few.a.offset);
+    EXPECT_LT(few.a.offset, few.y.offset);
+    std::size_t const end = few.counters.offset + 4 * static_cast<std::size_t>(few.cleared_words);
+    EXPECT_EQ(end, few.y.offset + 2 * 6 * 72);
+    EXPECT_GE(few.metadata.offset, end);
+    EXPECT_GE(kind == RouterKind::given ? few.ids.offset : few.logits.offset, end);
+  }
+  auto const words = [](MoeDesc const& other) { return plan_forward(other, 4096).cleared_words; };
+  MoeDesc chunks = desc, odd = desc, many = desc, wide = desc;
+  chunks.column_chunk = 32;
+  odd.shape.hidden = 76;
+  many.shape.tokens = 9;
+  wide.shape.hidden = std::int64_t{1} << 28;
+  for (MoeDesc const& other : {chunks, odd, many, wide}) EXPECT_EQ(words(other), kNumTileCounters);
 }
 
 TEST(Refuse, MoreColumnsThanTilesCanBeNumbered) {

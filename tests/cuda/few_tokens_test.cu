@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -99,9 +100,7 @@ class Call {
         a_(2 * static_cast<size_t>(e_.capacity * c.intermediate)),
         y_(2 * static_cast<size_t>(e_.capacity * c.hidden)),
         o_(2 * static_cast<size_t>(tokens_ * (c.hidden + kPadding))),
-        counters_(std::vector<int32_t>(3, 0)),
-        words_(std::vector<int32_t>(
-            static_cast<size_t>(cuda::few_tokens_words(e_.capacity, e_.count, c.hidden)), 0)) {}
+        counters_(std::vector<int32_t>(3, 0)) {}
 
   struct Results {
     Bytes h, a, y, o;
@@ -126,8 +125,7 @@ class Call {
                                           .hidden = d,
                                           .intermediate = n,
                                           .experts = e_.count,
-                                          .gmem_tile_counter = counters + 1,
-                                          .few_tokens = true},
+                                          .gmem_tile_counter = counters + 1},
                                    .down = {.gmem_a = a_.as<void>(),
                                             .gmem_expert_offsets = offsets_.as<int32_t>(),
                                             .w_down = rows_of(w_down_, n),
@@ -137,8 +135,7 @@ class Call {
                                             .hidden = d,
                                             .intermediate = n,
                                             .experts = e_.count,
-                                            .gmem_tile_counter = counters + 2,
-                                            .few_tokens = true},
+                                            .gmem_tile_counter = counters + 2},
                                    .aggregate = {.gmem_y = y_.as<void>(),
                                                  .gmem_scores = scores_.as<float>(),
                                                  .gmem_inverse_permutation = inverse_.as<int32_t>(),
@@ -149,10 +146,8 @@ class Call {
                                                  .tokens = tokens_,
                                                  .hidden = d,
                                                  .top_k = 2},
-                                   .has_up = true,
                                    .has_aggregate = true,
-                                   .gmem_ticket = counters,
-                                   .gmem_words = words_.as<uint32_t>()};
+                                   .gmem_ticket = counters};
     if (c_.bias) {
       args.up.b_up[0] = half(b_up_, 0, 1);
       args.up.b_up[1] = half(b_up_, halves_ - 1, 1);
@@ -160,33 +155,46 @@ class Call {
     return args;
   }
 
-  // launch(arguments) -> cudaError_t
+  // launch(arguments) -> cudaError_t, which stores a, and y, as `inverted` says: then rows that nobody writes are 0,
+  // whose inverse stands in the result.
+  enum class Inverted { none, a, a_and_y };
   template <class Launch>
-  Results run(Launch launch) const {
+  Results run(Inverted inverted, Launch launch) const {
     for (DeviceBuffer const* buffer : {&h_, &a_, &y_, &o_}) {
-      require(cudaMemsetAsync(buffer->as<void>(), kPoison, buffer->size(), nullptr), "poison");
+      bool const cleared = (buffer == &a_ && inverted != Inverted::none) ||
+                           (buffer == &y_ && inverted == Inverted::a_and_y);
+      require(cudaMemsetAsync(buffer->as<void>(), cleared ? 0 : kPoison, buffer->size(), nullptr),
+              "poison");
     }
     require(launch(arguments()), "the experts");
     synchronize(nullptr);
-    Results out{h_.bytes(),
-                a_.bytes(),
-                y_.bytes(),
-                o_.bytes(),
-                h_.values<__nv_bfloat16>(),
-                a_.values<__nv_bfloat16>(),
-                y_.values<__nv_bfloat16>(),
-                o_.values<__nv_bfloat16>()};
+    auto const bytes_of = [](DeviceBuffer const& buffer, bool inverts) {
+      Bytes bytes = buffer.bytes();
+      for (auto& byte : bytes) {
+        byte = static_cast<Bytes::value_type>(inverts ? ~byte : byte);
+      }
+      return bytes;
+    };
+    Results out{.h = h_.bytes(),
+                .a = bytes_of(a_, inverted != Inverted::none),
+                .y = bytes_of(y_, inverted == Inverted::a_and_y),
+                .o = o_.bytes(),
+                .h_values = h_.values<__nv_bfloat16>(),
+                .a_values = {},
+                .y_values = {},
+                .o_values = o_.values<__nv_bfloat16>()};
+    auto const values_of = [](Bytes const& bytes, int64_t count) {
+      std::vector<__nv_bfloat16> values(static_cast<size_t>(count));
+      std::memcpy(values.data(), bytes.data(), 2 * values.size());
+      return values;
+    };
     out.h_values.resize(static_cast<size_t>(c_.stores_h ? e_.rows * halves_ * c_.intermediate : 0));
-    out.a_values.resize(static_cast<size_t>(e_.rows * c_.intermediate));
-    out.y_values.resize(static_cast<size_t>(e_.rows * c_.hidden));
+    out.a_values = values_of(out.a, e_.rows * c_.intermediate);
+    out.y_values = values_of(out.y, e_.rows * c_.hidden);
     return out;
   }
 
-  bool leaves_zeros() const {
-    auto const words = words_.values<int32_t>();
-    return counters_.values<int32_t>() == std::vector<int32_t>(3, 0) &&
-           std::all_of(words.begin(), words.end(), [](int32_t w) { return w == 0; });
-  }
+  bool leaves_zeros() const { return counters_.values<int32_t>() == std::vector<int32_t>(3, 0); }
   Experts const& experts() const { return e_; }
 
  private:
@@ -238,7 +246,7 @@ class Call {
   Activation activation_;
   int64_t halves_, tokens_;
   DeviceBuffer x_, w_up_, b_up_, w_down_, b_down_, offsets_, gather_, inverse_, token_offsets_,
-      scores_, h_, a_, y_, o_, counters_, words_;
+      scores_, h_, a_, y_, o_, counters_;
 };
 
 int sm_count() {
@@ -254,11 +262,10 @@ void run_experts(Case const& c) {
   auto const few = [&](Arguments const& args) {
     return cuda::launch_experts_fwd_few_tokens(args, sms, nullptr);
   };
-  // Projections apart: rows of a come from the GEMM.
-  auto const apart = [&](Arguments args) {
-    cudaError_t error = cuda::launch_up_projection_fwd(args.up, sms, nullptr);
-    args.has_up = false;
-    return error != cudaSuccess ? error : few(args);
+  // Rows of y are the result.
+  auto const in_place = [&](Arguments args) {
+    args.has_aggregate = false;
+    return few(args);
   };
   auto const plain = [](Arguments const& args) {
     cudaError_t error = cuda::launch_up_projection_fwd_plain(args.up, nullptr);
@@ -272,8 +279,10 @@ void run_experts(Case const& c) {
     if (error != cudaSuccess) return error;
     return cuda::launch_aggregate<__nv_bfloat16>(args.aggregate, nullptr);
   };
-  auto const wanted = call.run(plain);
-  auto const got = call.run(few);
+  using Inverted = Call::Inverted;
+  auto const wanted = call.run(Inverted::none, plain);
+  auto const got = call.run(Inverted::a_and_y, few);
+  auto const got_in_place = call.run(Inverted::a, in_place);
   double const scale = std::sqrt(static_cast<double>(c.hidden));
   double const down_scale = scale * scale * std::sqrt(static_cast<double>(c.intermediate));
   check(c, "a is not zero", any(wanted.a_values));
@@ -281,10 +290,11 @@ void run_experts(Case const& c) {
   check(c, "h", close(got.h_values, wanted.h_values, scale));
   check(c, "a", close(got.a_values, wanted.a_values, scale * scale));
   check(c, "y", close(got.y_values, wanted.y_values, 0x1p6 * down_scale));
-  check(c, "equal bits", got == call.run(few));
-  check(c, "equal bits of projections apart", got == call.run(apart));
-  check(c, "words are 0 afterwards", call.leaves_zeros());
-  check(c, "equal bits of the GEMMs", got == call.run(gemms));
+  check(c, "equal bits", got == call.run(Inverted::a_and_y, few));
+  check(c, "equal bits in place",
+        got.h == got_in_place.h && got.a == got_in_place.a && got.y == got_in_place.y);
+  check(c, "counters are 0 afterwards", call.leaves_zeros());
+  check(c, "equal bits of the GEMMs", got == call.run(Inverted::none, gemms));
   auto const tail_of = [](Bytes const& bytes, int64_t values) {
     return Bytes(bytes.begin() + 2 * values, bytes.end());
   };

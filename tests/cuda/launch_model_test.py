@@ -26,7 +26,17 @@ class Kernel:
     early: bool = False
 
 
-def chosen_tables(broken: str, scans: bool) -> list[Kernel]:
+# Rows of few tokens, whose values say that they are there: clearing them writes them as well.
+CLEARED_ROWS = ["clear a", "write a of first", "write a of last", "clear y", "write y"]
+
+
+def cleared(one: bool, broken: str) -> list[str]:
+    if broken == "words_not_cleared":
+        return []
+    return CLEARED_ROWS if one else ["clear a"]
+
+
+def chosen_tables(broken: str, scans: bool, one: bool) -> list[Kernel]:
     """What choose_tokens launches, which makes slots and tables: from its second kernel on all start early. scans:
     there is a launch for sums that emit adds up itself otherwise."""
     keep, scan = [["let", "wait", "read scratch", "write scratch"] for _ in range(2)]
@@ -34,8 +44,7 @@ def chosen_tables(broken: str, scans: bool) -> list[Kernel]:
         keep.remove("wait")
     if broken == "scan_never_waits":  # emit, which waits for it, then knows nothing of keep
         scan.remove("wait")
-    clears = ["clear a"] if broken != "words_not_cleared" else []
-    emit = ["wait", *clears, "read scratch", "write ids", "write scores", "write tables"]
+    emit = ["wait", *cleared(one, broken), "read scratch", "write ids", "write scores", "write tables"]
     if broken == "emit_reads_at_once":
         emit.remove("wait")
     return [
@@ -47,29 +56,28 @@ def chosen_tables(broken: str, scans: bool) -> list[Kernel]:
     ]
 
 
-def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool, scans: bool) -> list[Kernel]:
-    """What the tables are made from lies where y is written later: scratch. early: without rounding none of these
-    kernels is, but they could be. The last one clears the words of the kernels behind. metadata_scatter stands for
-    metadata_one_block, too, which lets the next kernel start."""
+def tables(routed: bool, counts: bool, early: bool, broken: str, rounds: bool, scans: bool, one: bool) -> list[Kernel]:
+    """What the tables are made from lies where y is written later, unless one kernel has the experts: scratch. early:
+    without rounding none of these kernels is, but they could be. The last one clears the words of the kernels behind,
+    or rows. metadata_scatter stands for metadata_one_block, too, which lets the next kernel start."""
     starts = ["let", "wait"] if early else []
-    clears = broken != "words_not_cleared"
     first = [Kernel("router_logits", ["read x", "write scratch"]),
              Kernel("route", ["read scratch", "write ids", "write scores", "write scratch"])]
     given = [Kernel("given_slots", ["write scratch", "write ids", "write scores"]),
              Kernel("metadata_rank", [*starts, "read ids", "write scratch"])]
     scatter = Kernel("metadata_scatter",
-                     [*(starts or ["let"]), *(["clear a"] if clears else []), "read ids", "read scratch",
-                      "write tables"], early)
+                     [*(starts or ["let"]), *cleared(one, broken), "read ids", "read scratch", "write tables"], early)
     return [
         *(first if routed else given),
-        *(chosen_tables(broken, scans) if rounds else [scatter]),
+        *(chosen_tables(broken, scans, one) if rounds else [scatter]),
         *([Kernel("expert_counts", ["read tables"])] if counts else []),
     ]
 
 
 def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool = False,
             scans: bool = False, one: bool = False) -> list[Kernel]:
-    """one: one kernel for few tokens has the experts, whatever makes the tables."""
+    """one: one kernel for few tokens has the experts, whatever makes the tables. Its jobs of three kinds run side by
+    side, each a kernel here, as soon as the first kind has waited; rows say that they are there."""
     up = ["read tables", "read x", "write a of first", "write h", "announce a", "write a of last", "write h"]
     down = ["read tables", "await a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
     if broken == "only_first_experts":  # of a CTA: no reason to wait but the rule
@@ -80,13 +88,15 @@ def forward(routed: bool, counts: bool = False, broken: str = "", rounds: bool =
     if one:
         waits = ["wait"] if broken != "experts_read_at_once" else []
         return [
-            *tables(routed, counts, False, broken, rounds, scans),
-            Kernel("experts_fwd_few_tokens", [*waits, "read tables", "read x", "write a of first", "write h",
-                                              "write a of last", "read a of first", "read a of last", "write scratch",
-                                              "read scratch", "read scores", "write o"], early=True),
+            *tables(routed, counts, False, broken, rounds, scans, True),
+            Kernel("jobs of up", [*waits, "let", "read tables", "read x", "write a of first", "write h",
+                                  "write a of last", "announce a"], early=True),
+            Kernel("jobs of down", ["let", "read tables", "await a", "read a of first", "read a of last", "write y",
+                                    "announce y", "wait"], early=True),
+            Kernel("jobs of aggregate", ["read tables", "await y", "read y", "read scores", "write o", "wait"], True),
         ]
     return [
-        *tables(routed, counts, starts is not None, broken, rounds, scans),
+        *tables(routed, counts, starts is not None, broken, rounds, scans, False),
         Kernel("up_projection_fwd", (starts or ["let"]) + up, early=starts is not None),
         Kernel("down_projection_fwd", down, early=True),
         Kernel("aggregate", ["read scratch", "read scores", "write o"]),
@@ -241,8 +251,10 @@ class LaunchModel(unittest.TestCase):
             with self.subTest(rule):
                 self.notices(broken_forward=rule)
 
-    def test_experts_of_few_tokens_need_their_rule(self):
-        self.notices(broken_forward="experts_read_at_once", one=True)
+    def test_experts_of_few_tokens_need_their_rules(self):
+        for rule in ("experts_read_at_once", "words_not_cleared"):
+            with self.subTest(rule):
+                self.notices(broken_forward=rule, one=True)
 
     def test_choose_tokens_needs_its_rules(self):
         for rule in ("keep_reads_at_once", "scan_never_waits", "emit_reads_at_once", "words_not_cleared"):

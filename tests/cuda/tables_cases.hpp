@@ -25,9 +25,9 @@ struct Tables {
       words;
 };
 
-// The words of the kernels behind, which read none where there is no slot, one that is none of them, elements of the
-// tables that belong to none, and one more.
-constexpr std::int32_t kClearedWords = 12, kUnused = 3, kNotCleared = 77;
+// The words of the kernels behind, which read none where there is no slot: so many that three CTAs clear them beside
+// the tables of one block. Then one that is none of them, elements of the tables that belong to none, and one more.
+constexpr std::int32_t kClearedWords = 9001, kUnused = 3, kNotCleared = 77;
 constexpr std::int32_t kWords = kClearedWords + 1 + kUnused + 1;
 
 struct Slots {

@@ -212,6 +212,9 @@ inline uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t increment) {
 inline uint32_t count_relaxed_gpu(uint32_t* word, uint32_t increment) {
   return atomicAdd(word, increment);
 }
+inline void store_relaxed_2(void* to, uint16_t value) { store(static_cast<uint16_t*>(to), value); }
+inline uint2 load_relaxed_8(void const* from) { return look(static_cast<uint2 const*>(from)); }
+inline uint4 load_relaxed_16(void const* from) { return look(static_cast<uint4 const*>(from)); }
 inline void add_release_gpu(uint32_t* word, uint32_t increment) { atomicAdd(word, increment); }
 inline void fence_acq_rel_gpu() {}
 inline void fence_acq_rel_sys() {}

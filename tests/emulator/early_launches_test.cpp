@@ -69,9 +69,9 @@ class Pass {
   }
 
   std::vector<std::vector<std::byte>> result() const {
-    return {bytes_of(ids_),         bytes_of(scores_), bytes_of(offsets_),
-            bytes_of(permutation_), bytes_of(index_),  bytes_of(places_),
-            bytes_of(h_),           bytes_of(a_),      choice_ranks()};
+    return {bytes_of(ids_),   bytes_of(scores_), bytes_of(offsets_), bytes_of(permutation_),
+            bytes_of(index_), bytes_of(places_), bytes_of(h_),       bytes_of(a_),
+            choice_ranks(),   bytes_of(words_)};
   }
 
  private:
@@ -158,7 +158,7 @@ class Pass {
             .gmem_gather_index = index_.get(),
             .gmem_inverse_permutation = places_.get(),
             .gmem_workspace = workspace_.get(),
-            .cleared = {counter_.get(), 1},
+            .cleared = {words_.get(), static_cast<std::int32_t>(words_.size())},
             .unit_slots = c_.tables == Tables::by_units_of_route ? kRankedTokens * kTopK : 0};
   }
 
@@ -182,7 +182,7 @@ class Pass {
     args.hidden = kHidden;
     args.intermediate = kIntermediate;
     args.experts = c_.experts;
-    args.gmem_tile_counter = counter_.get();
+    args.gmem_tile_counter = words_.get();
     using Config = UpProjectionFwdConfig<kKind, gemm::Loader::kGather, gemm::Major::kK,
                                          gemm::Boxes::kAny, Columns::kHalves>;
     return launch_up_projection_fwd_config<Config>(args, 2, nullptr);
@@ -199,7 +199,8 @@ class Pass {
   Memory<float> logits_{std::int64_t{c_.tokens} * c_.experts, 0}, scores_{slots(), 0};
   Memory<std::int32_t> ids_{slots(), c_.ranks_pairs ? 0 : 0xff}, offsets_{c_.experts + 1, 0},
       permutation_{slots(), 0}, index_{slots(), 0}, places_{slots(), 0};
-  Memory<std::int32_t> counter_{1};
+  // A counter, and in a block of slots more than the CTA with the tables clears.
+  Memory<std::int32_t> words_{c_.tables == Tables::in_one_block ? 9001 : 1};
   Memory<std::uint16_t> workspace_{
       static_cast<std::int64_t>(
           metadata_workspace_bytes(slots(), c_.experts, kRankedTokens* kTopK) /

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Words by which threads of other CTAs (gpu scope) or other GPUs (sys scope) learn that data is there:
-// release what was written, count or store; load with acquire, then read.
+// release what was written, count or store; load with acquire, then read. And values that say by themselves that they
+// are there, for which nothing is released.
 #pragma once
 
 #include <cstdint>
@@ -71,6 +72,30 @@ __device__ __forceinline__ uint32_t count_relaxed_gpu(uint32_t* word, uint32_t i
 // The same without the value and the acquire: the caller goes on at once.
 __device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t increment) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(increment) : "memory");
+}
+
+// Values of 2 bytes that are all there is to know, which other CTAs load several at a time, past L1, which may hold
+// what was there before. PTX says nothing of accesses of unequal widths; the aligned 2 bytes of a value come whole.
+__device__ __forceinline__ void store_relaxed_2(void* gmem, uint16_t value) {
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(gmem), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ uint2 load_relaxed_8(void const* gmem) {
+  uint2 bits;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "l"(gmem)
+               : "memory");
+  return bits;
+}
+
+__device__ __forceinline__ uint4 load_relaxed_16(void const* gmem) {
+  uint4 bits;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(gmem)
+               : "memory");
+  return bits;
 }
 
 __device__ __forceinline__ void fence_acq_rel_gpu() {

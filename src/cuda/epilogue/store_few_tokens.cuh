@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../arch/load_global.cuh"
+#include "../arch/signal.cuh"
 #include "../arch/warp.cuh"
 #include "../warp/aggregate_vector.cuh"
 #include "activate.cuh"
@@ -26,13 +26,30 @@ __host__ __device__ constexpr int32_t up_job_columns(bool gated) {
   return gated ? kWeightRows / 2 : kWeightRows;
 }
 
+// Values of a and y that others wait for are stored inverted, in cleared rows: none of them is 0 then, as no value is
+// the NaN 0xffff. Rounding gives 0x7fff for each NaN.
+__device__ __forceinline__ void store_inverted(__nv_bfloat16* gmem, __nv_bfloat16 value) {
+  arch::store_relaxed_2(gmem, static_cast<uint16_t>(~__bfloat16_as_ushort(value)));
+}
+
+// Looks for values that are not there, two at a time.
+class MissingValues {
+ public:
+  // Subtracting 1 gives bit 15 to a half that has not had it if that is 0, and then perhaps to the other half as well.
+  __device__ __forceinline__ void look_at(uint32_t two) { borrows_ |= (two - 0x00010001u) & ~two; }
+  __device__ __forceinline__ bool any() const { return (borrows_ & 0x80008000u) != 0; }
+
+ private:
+  uint32_t borrows_ = 0;
+};
+
 template <class Rows>
 __device__ __forceinline__ float bias_of(Rows const& b, int32_t expert, int64_t row) {
   if (b.gmem == nullptr) return 0;
   return __bfloat162float(static_cast<__nv_bfloat16 const*>(b.gmem)[b.row_offset(expert, row)]);
 }
 
-// Stores h and a of a job of up: lane 4g + q has rows 2q and 2q + 1 of the block.
+// Stores h and, inverted, a of a job of up: lane 4g + q has rows 2q and 2q + 1 of the block.
 template <class Arguments>
 __device__ __forceinline__ void store_up(Arguments const& p, RowBlock const& block,
                                          int32_t column_block, bool gated, float const (&sums)[4]) {
@@ -46,10 +63,9 @@ __device__ __forceinline__ void store_up(Arguments const& p, RowBlock const& blo
       gmem_h[row * width + at] = gate;
       if (gated) gmem_h[row * width + n + at] = up;
     }
-    if (gmem_a != nullptr) {
-      gmem_a[row * n + at] = __float2bfloat16_rn(
-          gemm::activate(p.activation, __bfloat162float(gate), __bfloat162float(up)));
-    }
+    store_inverted(gmem_a + row * n + at,
+                   __float2bfloat16_rn(
+                       gemm::activate(p.activation, __bfloat162float(gate), __bfloat162float(up))));
   };
   // Rows g and g + 8 of the weights: gate and up of one column, or two columns.
   TESSERA_UNROLL
@@ -76,9 +92,11 @@ __device__ __forceinline__ void store_up(Arguments const& p, RowBlock const& blo
   }
 }
 
+// inverts: an aggregate waits for y.
 template <class Arguments>
 __device__ __forceinline__ void store_down(Arguments const& p, RowBlock const& block,
-                                           int32_t column_block, float const (&sums)[4]) {
+                                           int32_t column_block, float const (&sums)[4],
+                                           bool inverts) {
   int const g = arch::lane_idx() / 4, q = arch::lane_idx() % 4;
   auto* const gmem_y = static_cast<__nv_bfloat16*>(p.gmem_y);
   TESSERA_UNROLL
@@ -89,19 +107,22 @@ __device__ __forceinline__ void store_down(Arguments const& p, RowBlock const& b
     TESSERA_UNROLL
     for (int i = 0; i < 2; ++i) {
       int const r = 2 * q + i;
-      if (r < block.count) {
-        gmem_y[(block.first + r) * p.hidden + column] =
-            __float2bfloat16_rn(sums[2 * half + i] + bias);
+      if (r >= block.count) continue;
+      __nv_bfloat16* const gmem_value = gmem_y + (block.first + r) * p.hidden + column;
+      __nv_bfloat16 const value = __float2bfloat16_rn(sums[2 * half + i] + bias);
+      if (inverts) {
+        store_inverted(gmem_value, value);
+      } else {
+        *gmem_value = value;
       }
     }
   }
 }
 
-// Adds up a block of columns of all tokens: two lanes have 8 columns of a token each. Once the first slots are known
-// ready() waits for y.
-template <class Arguments, class Ready>
-__device__ __forceinline__ void aggregate_columns(Arguments const& p, int32_t column_block,
-                                                  Ready ready) {
+// Adds up a block of columns of all tokens: two lanes have 8 columns of a token each. Waits for the values of y, which
+// are inverted. By a converged warp.
+template <class Arguments>
+__device__ __forceinline__ void aggregate_columns(Arguments const& p, int32_t column_block) {
   using Vector = AggregateVector<__nv_bfloat16>;
   constexpr int kAtOnce = 8, kTokens = arch::kWarpThreads / 2;
   int64_t const column =
@@ -109,7 +130,6 @@ __device__ __forceinline__ void aggregate_columns(Arguments const& p, int32_t co
   bool const exists = column < p.hidden;
   bool const varies = p.gmem_token_offsets != nullptr;
   auto const* const gmem_y = static_cast<__nv_bfloat16 const*>(p.gmem_y) + column;
-  bool is_ready = false;
   for (int64_t first = 0; first < p.tokens; first += kTokens) {
     int64_t const token = first + arch::lane_idx() / 2;
     bool const wanted = exists && token < p.tokens;
@@ -130,15 +150,26 @@ __device__ __forceinline__ void aggregate_columns(Arguments const& p, int32_t co
         rows[i] = is_slot ? p.gmem_inverse_permutation[slot + i] : -1;
         scores[i] = is_slot && p.gmem_scores != nullptr ? p.gmem_scores[slot + i] : 1.0f;
       }
-      if (!is_ready) ready();
-      is_ready = true;
+      MissingValues missing;
+      do {
+        missing = {};
+        TESSERA_UNROLL
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (rows[i] >= 0) values[i] = arch::load_relaxed_16(gmem_y + int64_t{rows[i]} * p.hidden);
+        }
+        TESSERA_UNROLL
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (rows[i] < 0) continue;
+          for (uint32_t const two : {values[i].x, values[i].y, values[i].z, values[i].w}) {
+            missing.look_at(two);
+          }
+        }
+      } while (__any_sync(arch::kAllLanes, missing.any()));
       TESSERA_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        values[i] = arch::load_streaming_16(gmem_y + int64_t{rows[i]} * p.hidden, rows[i] >= 0);
-      }
-      TESSERA_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (rows[i] >= 0) Vector::add(sum, values[i], scores[i]);
+        if (rows[i] < 0) continue;
+        uint4 const v = values[i];
+        Vector::add(sum, {~v.x, ~v.y, ~v.z, ~v.w}, scores[i]);
       }
       slot += kAtOnce;
     } while (__any_sync(arch::kAllLanes, slot < end));

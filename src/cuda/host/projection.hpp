@@ -90,7 +90,6 @@ struct UpProjectionFwdArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
-  bool few_tokens = false;       // at most kFewTokens (experts_fwd.hpp)
   /// Handover word, 0 at launch: says to the next kernel, down_projection_fwd, which experts it may read. Null: none.
   uint32_t* gmem_handover = nullptr;
 };
@@ -106,7 +105,6 @@ struct DownProjectionFwdArguments {
   int64_t hidden, intermediate;        // d, n
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
-  bool few_tokens = false;             // at most kFewTokens
   /// The handover word of the up_projection_fwd launched just before, in whose tail this one starts. Null: it starts
   /// after it.
   uint32_t* gmem_handover = nullptr;

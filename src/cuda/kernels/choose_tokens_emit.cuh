@@ -227,6 +227,11 @@ class AddedSums : public ChoiceSums {
   int slots_[kBlocks], takes_[kExperts];
 };
 
+// CTAs with slots. Those behind them clear words. Without tokens one CTA still writes the first offset.
+__host__ __device__ inline int emitting_ctas(ChooseTokensArguments const& p) {
+  return static_cast<int>(choice_blocks(p.tokens > 0 ? p.tokens : 1));
+}
+
 template <class Config, template <class> class Sums>
 __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Config>::kCtas)
     choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
@@ -241,6 +246,10 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Co
   arch::let_next_kernel_start();  // up_projection_fwd, which waits
   arch::wait_for_previous_kernel();
   ChoiceTables const& tables = p.tables;
+  int const blocks = emitting_ctas(p);
+  if (static_cast<int>(blockIdx.x) >= blocks) {
+    return clear_share(tables.cleared, static_cast<int>(blockIdx.x) - blocks);
+  }
   bool const has_tables = tables.gmem_expert_offsets != nullptr;
   ChoicePart<Config> const part(p, warp, smem_kept);
   Sums<Config> sums(part, warp, smem_sums);
@@ -260,7 +269,7 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Co
   if (warp == 0 && part.token < p.tokens) p.gmem_token_offsets[part.token + 1] = block_slot + end;
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) p.gmem_token_offsets[0] = 0;
-    clear_words(tables.cleared);
+    clear_beside_tables(tables.cleared);
     clear_words(tables.unused);
   }
   // A warp has few slots of each token: it would write a few bytes of each of many sectors.
@@ -286,7 +295,7 @@ __global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Sums<Co
     if (has_tables) tables.gmem_inverse_permutation[block_slot + i] = smem_rows[i];
   }
   int64_t const used = sums.all_slots;
-  int64_t const step = int64_t{gridDim.x} * kThreads;
+  int64_t const step = int64_t{blocks} * kThreads;
   for (int64_t i = used + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.slots; i += step) {
     p.gmem_ids[i] = -1;
     p.gmem_scores[i] = 0;
@@ -302,8 +311,8 @@ cudaError_t launch_emit(ChooseTokensArguments const& args, cudaStream_t stream) 
   cudaError_t const error = host::allow_shared_memory<choose_tokens_emit<Config, Sums>>(
       ChoicePart<Config>::kept_bytes(kMaxChoosingExperts));
   if (error != cudaSuccess) return error;
-  // Without tokens one CTA still writes the first offset.
-  auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
+  auto const blocks =
+      static_cast<unsigned>(emitting_ctas(args)) + clearing_ctas(args.tables.cleared);
   auto const kept_bytes = static_cast<size_t>(ChoicePart<Config>::kept_bytes(args.experts));
   return host::launch_early(choose_tokens_emit<Config, Sums>, true, blocks,
                             Config::kCtaWarps * arch::kWarpThreads, kept_bytes, stream, args);

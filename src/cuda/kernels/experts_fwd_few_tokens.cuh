@@ -15,14 +15,15 @@
 //   multiply mma.sync, weights as the 16 rows, rows of x or a as the 8 columns, from L1 or L2 into registers
 //            `rows_ahead` stages ahead. Lane 4g + q takes elements 4q to 4q + 3 of 16 as the pairs 2q and 2q + 8 of k,
 //            for both operands
-//   words    of a block of rows: jobs of up that have stored a, for those of down, and those of down that know it. Of a
-//            block of columns: jobs of down that have stored y, for that of aggregate. The last one to read a word
-//            leaves it 0. A warp counts a job when it has begun the next one, as a release waits for what it publishes
-// Barriers full[w][s]: the bytes of stage s of warp w, which frees it by going on. For words nobody waits but of jobs
-//          with lower tickets, which warps that run have drawn and do in order: CTAs need not be resident together
+//   values   of a, and of y where there is an aggregate, say by themselves that they are there: they are stored
+//            inverted, in rows that whoever makes the tables has cleared. 0 is the inverse of 0xffff, a NaN that no
+//            rounding to bf16 gives. Their readers load past L1 until no value is 0, and invert them: no word, no
+//            fence, and no release, which would wait for what the ring has on its way
+// Barriers full[w][s]: the bytes of stage s of warp w, which frees it by going on. Nobody waits for values but those of
+//          jobs with lower tickets, which warps that run have drawn and do in order: CTAs need not be resident together
 // Numerics fp32 sums in steps of 16 of k, in order, which are those of wgmma: the bits of the GEMMs and of aggregate
 //          (tests/cuda/few_tokens_test.cu); one rounding per stored value; bitwise repeatable: yes
-// Requires rows of 16 bytes, at most kFewTokensMostBlocks blocks of rows (layer/select.cpp)
+// Requires rows of 16 bytes (layer/select.cpp), at most kFewTokensMostBlocks blocks of rows (layer/plan.cpp)
 #pragma once
 
 #include <cuda_bf16.h>
@@ -68,7 +69,6 @@ struct Storage {
 struct JobCounts {
   bool gated;
   int32_t up, down, aggregate;
-  int32_t row_words;  // words of blocks of rows
 };
 
 // The jobs of a launch with so many blocks of rows.
@@ -76,10 +76,7 @@ struct Jobs {
   int32_t blocks;
   JobCounts counts;
   __device__ __forceinline__ int32_t up() const { return blocks * counts.up; }
-  // Those of a block of rows, which multiply, and of all blocks.
-  __device__ __forceinline__ uint32_t of_block() const {
-    return static_cast<uint32_t>(counts.up + counts.down);
-  }
+  // Those that multiply.
   __device__ __forceinline__ int32_t products() const { return up() + blocks * counts.down; }
   __device__ __forceinline__ int32_t all() const { return products() + counts.aggregate; }
 };
@@ -255,23 +252,25 @@ class Multiplier {
     return ticket;
   }
 
-  // sums: of the 16 rows of weights with this lane's two of 8 rows. gmem_row: row g of x or a, lane 4g + q; null: none.
-  // begun() is called once, when the first stage has come.
-  template <class Begun>
+  // sums: of the 16 rows of weights with this lane's two of 8 rows. gmem_row: row g of x or, inverted and there at any
+  // time, of a, lane 4g + q; null: none.
+  template <bool kOfA>
   __device__ __forceinline__ void multiply(__nv_bfloat16 const* gmem_row, int32_t count_k,
-                                           float (&sums)[4], Begun begun) {
+                                           float (&sums)[4]) {
     uint2 rows[kAhead + 1][kSteps];
     TESSERA_UNROLL
-    for (int i = 0; i < kAhead; ++i) load_rows(gmem_row, i * kConfig.stage_k, count_k, rows[i]);
+    for (int i = 0; i < kAhead; ++i) {
+      load_rows<kOfA>(gmem_row, i * kConfig.stage_k, count_k, rows[i]);
+    }
     for (int32_t first = 0; first < count_k; first += (kAhead + 1) * kConfig.stage_k) {
       TESSERA_UNROLL
       for (int i = 0; i <= kAhead; ++i) {
         int32_t const k = first + i * kConfig.stage_k;
         if (k >= count_k) break;
-        load_rows(gmem_row, k + kAhead * kConfig.stage_k, count_k,
-                  rows[(i + kAhead) % (kAhead + 1)]);
+        load_rows<kOfA>(gmem_row, k + kAhead * kConfig.stage_k, count_k,
+                        rows[(i + kAhead) % (kAhead + 1)]);
         arch::mbarrier_wait(&smem_.full[warp_][stage_], phase_);
-        if (k == 0) begun();
+        if constexpr (kOfA) await_rows(gmem_row, k, count_k, rows[i]);
         if (count_k - k >= kConfig.stage_k) {
           multiply_stage<true>(rows[i], kConfig.stage_k, sums);
         } else {
@@ -290,14 +289,37 @@ class Multiplier {
  private:
   __device__ __forceinline__ static int lane_k() { return arch::lane_idx() % 4 * 4; }
 
+  // Where there is none a value is 0, once it is inverted.
+  template <bool kOfA>
   __device__ __forceinline__ static void load_rows(__nv_bfloat16 const* gmem_row, int32_t k,
                                                    int32_t count_k, uint2 (&rows)[kSteps]) {
     TESSERA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       int32_t const at = k + i * kStepK + lane_k();
       bool const exists = gmem_row != nullptr && at < count_k;
-      rows[i] = exists ? *reinterpret_cast<uint2 const*>(gmem_row + at) : uint2{};
+      if constexpr (kOfA) {
+        rows[i] = exists ? arch::load_relaxed_8(gmem_row + at) : uint2{~0u, ~0u};
+      } else {
+        rows[i] = exists ? *reinterpret_cast<uint2 const*>(gmem_row + at) : uint2{};
+      }
     }
+  }
+
+  // Loads rows of a again until all of a stage's values are there, and inverts them. By a converged warp.
+  __device__ __forceinline__ static void await_rows(__nv_bfloat16 const* gmem_row, int32_t k,
+                                                    int32_t count_k, uint2 (&rows)[kSteps]) {
+    auto const is_whole = [&] {
+      MissingValues missing;
+      TESSERA_UNROLL
+      for (int i = 0; i < kSteps; ++i) {
+        missing.look_at(rows[i].x);
+        missing.look_at(rows[i].y);
+      }
+      return !missing.any();
+    };
+    while (!__all_sync(arch::kAllLanes, is_whole())) load_rows<true>(gmem_row, k, count_k, rows);
+    TESSERA_UNROLL
+    for (int i = 0; i < kSteps; ++i) rows[i] = {~rows[i].x, ~rows[i].y};
   }
 
   // Loads 8 bytes of each of kTurns steps, from `smem_row`. Rows lie whole lines apart, so that four rows would meet in
@@ -354,32 +376,6 @@ class Multiplier {
   uint32_t phase_ = 0;
 };
 
-// A job that is to be counted.
-class Uncounted {
- public:
-  __device__ __forceinline__ void set(uint32_t* gmem_word) { gmem_word_ = gmem_word; }
-  __device__ __forceinline__ void count() {
-    if (gmem_word_ == nullptr) return;
-    __syncwarp();
-    if (arch::lane_idx() == 0) arch::add_release_gpu(gmem_word_, 1);
-    __syncwarp();
-    gmem_word_ = nullptr;
-  }
-
- private:
-  uint32_t* gmem_word_ = nullptr;
-};
-
-// Returns when a word has reached `count`. By a converged warp.
-__device__ __forceinline__ void wait_for(uint32_t const* gmem_word, int32_t count) {
-  if (arch::lane_idx() == 0) {  // an acquire in the loop would empty L1 each time
-    while (arch::load_relaxed_sys(gmem_word) < static_cast<uint32_t>(count)) {
-    }
-    arch::fence_acq_rel_gpu();
-  }
-  __syncwarp();
-}
-
 }  // namespace few_tokens
 
 template <class Config>
@@ -399,8 +395,6 @@ __global__ void __launch_bounds__(Config::config.threads(), 1)
   arch::wait_for_previous_kernel();
   Jobs const jobs{list_blocks<Config>(smem, p.down.gmem_expert_offsets, p.down.experts), counts};
   __syncthreads();
-  uint32_t* const gmem_stored_a = p.gmem_words;
-  uint32_t* const gmem_stored_y = p.gmem_words + counts.row_words;
   int const g = arch::lane_idx() / 4;
 
   Tickets<Config> const tickets(p, jobs);
@@ -409,51 +403,31 @@ __global__ void __launch_bounds__(Config::config.threads(), 1)
   for (int i = 0; i < Config::config.stages; ++i) loads.next();
   __syncwarp();
   Multiplier<Config> multiplier(smem, loads);
-  Uncounted uncounted;
   int32_t ticket = multiplier.next_ticket();
   for (; ticket < jobs.products(); ticket = multiplier.next_ticket()) {
     Job const job = job_of(jobs, ticket);
     RowBlock const block = smem.blocks[job.block];
     int64_t const row = block.first + g;
-    uint32_t* const gmem_stored_rows = gmem_stored_a + job.block;
-    uint32_t passed = 0;
     __nv_bfloat16 const* gmem_row = nullptr;
+    float sums[4] = {};
     if (job.is_up) {
       if (g < block.count) {
         gmem_row =
             static_cast<__nv_bfloat16 const*>(p.up.x.gmem) +
             (p.up.gmem_gather_index != nullptr ? p.up.gmem_gather_index[row] : row) * p.up.x.pitch;
       }
+      multiplier.template multiply<false>(gmem_row, static_cast<int32_t>(p.up.hidden), sums);
+      store_up(p.up, block, job.column, counts.gated, sums);
     } else {
-      if (p.has_up) {
-        uncounted.count();  // it may be the one that is waited for
-        wait_for(gmem_stored_rows, counts.up);
-        if (arch::lane_idx() == 0) passed = arch::count_relaxed_gpu(gmem_stored_rows, 1);
-      }
       if (g < block.count) {
         gmem_row = static_cast<__nv_bfloat16 const*>(p.down.gmem_a) + row * p.down.intermediate;
       }
-    }
-    float sums[4] = {};
-    multiplier.multiply(gmem_row,
-                        static_cast<int32_t>(job.is_up ? p.up.hidden : p.down.intermediate), sums,
-                        [&] { uncounted.count(); });
-    if (job.is_up) {
-      store_up(p.up, block, job.column, counts.gated, sums);
-      uncounted.set(gmem_stored_rows);
-    } else {
-      store_down(p.down, block, job.column, sums);
-      // The last job of the block that has begun leaves the word as it was.
-      if (passed != 0 && passed == jobs.of_block() - 1) *gmem_stored_rows = 0;
-      if (p.has_aggregate) uncounted.set(gmem_stored_y + job.column);
+      multiplier.template multiply<true>(gmem_row, static_cast<int32_t>(p.down.intermediate), sums);
+      store_down(p.down, block, job.column, sums, p.has_aggregate);
     }
   }
-  uncounted.count();
   for (; ticket < jobs.all(); ticket = tickets.next()) {
-    uint32_t* const gmem_word = gmem_stored_y + (ticket - jobs.products());
-    aggregate_columns(p.aggregate, ticket - jobs.products(),
-                      [&] { wait_for(gmem_word, jobs.blocks); });
-    if (arch::lane_idx() == 0) *gmem_word = 0;
+    aggregate_columns(p.aggregate, ticket - jobs.products());
   }
 }
 
@@ -464,7 +438,7 @@ cudaError_t launch_experts_fwd_few_tokens_config(ExpertsFwdArguments const& args
   static_assert(kSmemBytes <= 227 * 1024);
   static_assert(few_tokens::kWeightRows == kFewTokensColumns, "a job of down");
   static_assert(few_tokens::kHalfRows == kFewTokensWeightRows, "copied from one row to the next");
-  if (args.down.rows == 0) return cudaErrorInvalidValue;  // nobody has cleared the words
+  if (args.down.rows == 0) return cudaErrorInvalidValue;  // nobody has cleared the counter
   cudaError_t const error = host::allow_shared_memory<&experts_fwd_few_tokens<Config>>(kSmemBytes);
   if (error != cudaSuccess) return error;
   auto const jobs_of = [](int64_t columns, int64_t of_job) {
@@ -474,10 +448,9 @@ cudaError_t launch_experts_fwd_few_tokens_config(ExpertsFwdArguments const& args
   int32_t const down = jobs_of(args.down.hidden, kFewTokensColumns);
   few_tokens::JobCounts const counts{
       .gated = gated,
-      .up = args.has_up ? jobs_of(args.up.intermediate, few_tokens::up_job_columns(gated)) : 0,
+      .up = jobs_of(args.up.intermediate, few_tokens::up_job_columns(gated)),
       .down = down,
-      .aggregate = args.has_aggregate ? down : 0,
-      .row_words = int32_t(few_tokens_blocks(args.down.rows, args.down.experts))};
+      .aggregate = args.has_aggregate ? down : 0};
   return host::launch_early(experts_fwd_few_tokens<Config>, true, unsigned(sm_count),
                             Config::config.threads(), kSmemBytes, stream, args, counts);
 }

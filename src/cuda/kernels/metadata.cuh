@@ -2,10 +2,11 @@
 // metadata: expert_offsets, sort_permutation, gather_index and inverse_permutation from slot ids, stable:
 //           row(j) = expert_offsets[id_j] + #{j' < j : id_j' = id_j}.
 // Shapes   ids (P) int32 or int64, tables (E+1), (P), (P), (P) int32; U units of slots, P/1024 without route's
-// Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 2*E*U of counts, which every cluster
-//          of the second kernel reads: 24 x 49 KB out of L2 at P = 196608, E = 128, 24 x 197 KB with route's units;
-//          launch bound
-// Schedule one block: metadata_one_block, all of it by a CTA. More: two kernels, each a node of its own in the stream
+// Work     reads 4P (8P), writes 12P + 4E and words that it clears; between the kernels 2P of ranks and 2*E*U of
+//          counts, which every cluster of the second kernel reads: 24 x 49 KB out of L2 at P = 196608, E = 128,
+//          24 x 197 KB with route's units; launch bound
+// Schedule one block: metadata_one_block, all of it by a CTA; beside it CTAs that clear, 4096 words each. More: two
+//          kernels, each a node of its own in the stream
 //   metadata_rank    unless route has ranked units of 32 tokens (kernels/route.cuh); a CTA per 1024 slots: a warp ranks
 //                    its 128 slots among themselves by ballots, 32 at a time; the CTA adds what earlier warps hold of
 //                    the same expert; ranks and counts go to the workspace
@@ -218,7 +219,7 @@ struct ScatterStorage {
 };
 
 // The rows of a block's slots: `sums` and `before`, rows of the expert in earlier blocks, are of this thread's four
-// experts. The first block writes the offsets of all and clears words. `smem` is written after a barrier.
+// experts. The first block writes the offsets of all. `smem` is written after a barrier.
 __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_t block_slot,
                                               int64_t block_end,
                                               int const (&experts)[MetadataConfig::kRounds],
@@ -237,10 +238,7 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
     if (blockIdx.x == 0) p.gmem_expert_offsets[own + i] = sums.total[i];
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_expert_offsets[p.experts] = all.x;
-  if (blockIdx.x == 0) {
-    clear_words(p.cleared);
-    clear_words(p.unused);
-  }
+  if (blockIdx.x == 0) clear_words(p.unused);
   __syncthreads();
   int const place = first_place();
   TESSERA_UNROLL
@@ -434,17 +432,20 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
     int const unit = (place + r * arch::kWarpThreads) / ranked.slots;
     ranks[r] += smem_before[unit * workspace.pitch + experts[r]];
   }
+  clear_words(p.cleared, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   scatter_block(p, block_slot, block_end, experts, ranks, sums, before, smem);
   arch::cluster_sync();
 }
 
-// Where all slots are one block, the workspace is not needed.
+// Where all slots are one block, the workspace is not needed. The first CTA makes the tables; the others clear.
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_one_block(__grid_constant__ MetadataArguments const p) {
   arch::let_next_kernel_start();  // experts_fwd_few_tokens or up_projection_fwd, which wait
   arch::wait_for_previous_kernel();
   TESSERA_DYNAMIC_SHARED_ARRAY(uint16_t, smem_counts);
   TESSERA_STATIC_SHARED(smem, ScatterStorage);
+  if (blockIdx.x > 0) return clear_share(p.cleared, static_cast<int>(blockIdx.x) - 1);
+  clear_beside_tables(p.cleared);
   int experts[MetadataConfig::kRounds], ranks[MetadataConfig::kRounds];
   int* const smem_totals = smem.rows;  // until scatter_block() has a use for them
   rank_block(p, first_place(), experts, ranks, smem_counts,
@@ -477,8 +478,8 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
     return cudaErrorInvalidValue;
   }
   if (blocks == 1) {
-    return host::launch_early(metadata_one_block, true, 1, Config::kThreads, smem_bytes, stream,
-                              args);
+    return host::launch_early(metadata_one_block, true, 1 + clearing_ctas(args.cleared),
+                              Config::kThreads, smem_bytes, stream, args);
   }
   if (args.unit_slots == 0) {
     cudaError_t const error =

@@ -100,8 +100,7 @@ UpProjectionFwdArguments up_projection_fwd_of(MoeDesc const& desc, ConstTensor c
           .hidden = desc.shape.hidden,
           .intermediate = desc.shape.intermediate,
           .experts = static_cast<std::int32_t>(desc.shape.experts),
-          .gmem_tile_counter = gmem_tile_counters + kUpProjectionCounter,
-          .few_tokens = core::dx_rows(desc) <= kFewTokens};
+          .gmem_tile_counter = gmem_tile_counters + kUpProjectionCounter};
 }
 
 AggregateArguments aggregate_of(MoeDesc const& desc, RoutingView const& tables, void const* gmem_y,
@@ -226,8 +225,7 @@ ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args
                .hidden = s.hidden,
                .intermediate = s.intermediate,
                .experts = static_cast<std::int32_t>(s.experts),
-               .gmem_tile_counter = memory.gmem_tile_counters + kDownProjectionCounter,
-               .few_tokens = s.tokens <= kFewTokens},
+               .gmem_tile_counter = memory.gmem_tile_counters + kDownProjectionCounter},
       .aggregate = aggregate_of(desc, memory.tables, memory.gmem_y, memory.tables.scores, args.o)};
 }
 
@@ -334,15 +332,13 @@ AggregateArguments columns_of(AggregateArguments args, Columns columns) noexcept
   return args;
 }
 
-ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, Columns columns,
-                                          bool in_place, std::int32_t* gmem_counters) noexcept {
+ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, bool in_place,
+                                          std::int32_t* gmem_counters) noexcept {
   return {.up = experts.up,
-          .down = in_place ? experts.down : columns_of(experts.down, columns),
-          .aggregate = in_place ? AggregateArguments{} : columns_of(experts.aggregate, columns),
-          .has_up = columns.first == 0,
+          .down = experts.down,
+          .aggregate = in_place ? AggregateArguments{} : experts.aggregate,
           .has_aggregate = !in_place,
-          .gmem_ticket = gmem_counters + kUpProjectionCounter,
-          .gmem_words = reinterpret_cast<std::uint32_t*>(gmem_counters + kNumTileCounters)};
+          .gmem_ticket = gmem_counters + kUpProjectionCounter};
 }
 
 ExpertWeights weights_without_memory(MoeDesc const& desc) noexcept {

@@ -75,10 +75,9 @@ DownProjectionFwdArguments columns_of(DownProjectionFwdArguments args, Columns c
 UpProjectionDgradArguments columns_of(UpProjectionDgradArguments args, Columns columns) noexcept;
 AggregateArguments columns_of(AggregateArguments args, Columns columns) noexcept;
 
-/// Arguments of the experts in one launch, which makes some columns of o, and ahead of the first ones h and a.
-/// In place: rows of y are rows of o. gmem_counters: [kNumTileCounters + experts_words].
-ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, Columns columns,
-                                          bool in_place, std::int32_t* gmem_counters) noexcept;
+/// Arguments of the experts in one launch. In place: rows of y are rows of o.
+ExpertsFwdArguments experts_fwd_arguments(ExpertArguments const& experts, bool in_place,
+                                          std::int32_t* gmem_counters) noexcept;
 
 /// True if the experts may write their rows to `out` itself: rows are grouped, so each is a row of `out`, and its
 /// addresses suit the kernels.

@@ -177,9 +177,9 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, Asked
       expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
   QuantisedOps const quantised(desc, asked);
   bool const in_place = rows_lie_in(desc, args.o);
-  bool const few = !desc.quantises() &&
-                   prefers_few_tokens(experts_fwd_arguments(experts, first_columns(desc), in_place,
-                                                            static_cast<std::int32_t*>(nowhere())));
+  bool const few =
+      has_few_tokens(desc) && prefers_few_tokens(experts_fwd_arguments(
+                                  experts, in_place, static_cast<std::int32_t*>(nowhere())));
   if (desc.quantises()) {
     ops.push_back(quantised.copy(work::quantise_rows(desc)));
     if (!desc.weight_codes) ops.push_back(quantised.copy(work::quantise_weights(desc, true)));

@@ -285,9 +285,9 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                  std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   std::uint64_t* const gmem_error = sequence.device().gmem_error();
-  ClearedWords const counters = tile_counters(plan.counters.in(base), experts_words(desc));
+  ClearedWords const cleared = {plan.counters.in(base), int32(plan.cleared_words)};
   if (desc.grouping != RowGrouping::slots) {
-    return add_groups(desc, {args.expert_offsets, args.row_scores}, tables, counters, sequence);
+    return add_groups(desc, {args.expert_offsets, args.row_scores}, tables, cleared, sequence);
   }
   bool const routed = desc.router.kind != RouterKind::given;
   std::int32_t* const gmem_ids = routed ? tables.topk_ids : plan.ids.in(base);
@@ -333,29 +333,25 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                     .gmem_sort_permutation = tables.sort_permutation,
                     .gmem_gather_index = tables.gather_index,
                     .gmem_inverse_permutation = tables.inverse_permutation,
-                    .cleared = counters,
+                    .cleared = cleared,
                     .unused = unused_words(desc, tables)},
          .gmem_metadata_workspace = plan.metadata.in(base)},
         sequence);
   }
   if (chooses_tokens(desc)) return;  // and has made the tables
-  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, unit_slots, sequence);
+  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), cleared, unit_slots, sequence);
 }
 
 /// The experts of a layer that does not quantise.
 void add_experts(MoeDesc const& desc, ExpertArguments& experts, bool in_place,
                  std::int32_t* gmem_counters, Sequence& sequence) noexcept {
-  Columns const first{0, in_place ? desc.shape.hidden : column_chunk(desc)};
-  bool const few =
-      prefers_few_tokens(experts_fwd_arguments(experts, first, in_place, gmem_counters));
+  ExpertsFwdArguments const in_one = experts_fwd_arguments(experts, in_place, gmem_counters);
+  if (has_few_tokens(desc) && prefers_few_tokens(in_one)) {
+    return sequence.add("experts", [&](cudaStream_t stream) {
+      return launch_experts_fwd_few_tokens(in_one, sequence.device().sm_count(), stream);
+    });
+  }
   auto const add = [&](Columns columns, bool) {
-    if (few) {
-      return sequence.add("experts", [&](cudaStream_t stream) {
-        return launch_experts_fwd_few_tokens(
-            experts_fwd_arguments(experts, columns, in_place, gmem_counters),
-            sequence.device().sm_count(), stream);
-      });
-    }
     DownProjectionFwdArguments down = in_place ? experts.down : columns_of(experts.down, columns);
     if (columns.first == 0) {
       hand_over(experts.up, down, sequence.device().architecture(),
@@ -365,7 +361,8 @@ void add_experts(MoeDesc const& desc, ExpertArguments& experts, bool in_place,
     sequence.select("down_projection_fwd", down);
     if (!in_place) sequence.select("aggregate", columns_of(experts.aggregate, columns));
   };
-  if (in_place) return add(first, true);  // its rows are o, of which there is no chunk
+  // Its rows are o, of which there is no chunk.
+  if (in_place) return add({0, desc.shape.hidden}, true);
   for_each_column_chunk(desc, add);
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/gathered_rows.hpp"
 #include "core/gradient_dtype.hpp"
 #include "core/router_math.hpp"
 #include "cuda/host/choose_tokens.hpp"
@@ -105,10 +106,14 @@ bool chooses_tokens(MoeDesc const& desc) noexcept {
   return !desc.router.replay && (desc.rounds_tokens() || desc.experts_choose());
 }
 
-std::int64_t experts_words(MoeDesc const& desc) noexcept {
+bool has_few_tokens(MoeDesc const& desc) noexcept {
+  constexpr std::int64_t kAligned = 8;  // bf16 in 16 bytes
   MoeShape const& s = desc.shape;
-  if (desc.quantises() || s.tokens > kFewTokens) return 0;
-  return few_tokens_words(desc.num_slots(), s.experts, s.hidden);
+  std::int64_t const slots = desc.num_slots(), tokens = std::max(s.tokens, core::dx_rows(desc));
+  return slots > 0 && tokens <= kFewTokens && !desc.quantises() && column_chunk(desc) == s.hidden &&
+         s.hidden % kAligned == 0 && s.intermediate % kAligned == 0 &&
+         few_tokens_blocks(slots, s.experts) <= kFewTokensMostBlocks &&
+         slots * (s.intermediate + s.hidden) <= kFewTokensMostValues;
 }
 
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
@@ -119,18 +124,25 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   if (desc.save == SavePolicy::none) {
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_bytes));
   }
-  out.counters = plan.add<std::int32_t>(kNumTileCounters + experts_words(desc));
-  bool const quantises = desc.quantises();
+  out.counters = plan.add<std::int32_t>(kNumTileCounters);
+  out.cleared_words = kNumTileCounters;
+  bool const quantises = desc.quantises(), few = has_few_tokens(desc);
   if (quantises) {
     out.a8 = plan_codes(desc, slots, s.intermediate, true, plan);
     if (!desc.weight_codes) out.w_down = plan_weight(desc, s.hidden, s.intermediate, plan);
   } else {
     out.a = plan.add<std::uint16_t>(slots * s.intermediate);
   }
+  std::int64_t const y_values = slots * column_chunk(desc);
+  if (few) {
+    out.y = plan.add<std::uint16_t>(y_values);
+    auto const before = static_cast<std::int64_t>(out.y.offset - out.counters.offset);
+    out.cleared_words = (before + 2 * y_values) / 4;
+  }
   bool const routed = desc.router.kind != RouterKind::given;
   if (routed && !chooses_tokens(desc)) out.metadata = plan.add<std::byte>(metadata_bytes(desc));
   // Regions that are used only to make the tables, or that up_projection_fwd is the last to read, are dead before y is
-  // written, so they lie in its memory.
+  // written, so they lie in its memory. With few tokens y is cleared while the tables are made.
   core::WorkspacePlan before_y = plan;
   if (routed && !core::saves_logits(desc)) {
     out.logits = before_y.add<float>(s.tokens * s.experts);
@@ -148,7 +160,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
       out.w_up = plan_weight(desc, desc.up_width() * s.intermediate, s.hidden, before_y);
     }
   }
-  out.y = plan.add<std::uint16_t>(slots * column_chunk(desc));
+  if (!few) out.y = plan.add<std::uint16_t>(y_values);
   out.bytes = std::max(plan.bytes(), before_y.bytes());
   return out;
 }

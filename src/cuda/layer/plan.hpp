@@ -53,8 +53,9 @@ void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
 /// True where choose_tokens chooses the slots, and in forward makes their tables in the place of metadata.
 bool chooses_tokens(MoeDesc const& desc) noexcept;
 
-/// Words of experts_fwd_few_tokens, behind the counters: none where no call of the desc takes that kernel.
-std::int64_t experts_words(MoeDesc const& desc) noexcept;
+/// True where calls may take experts_fwd_few_tokens, whose rows of a and y lie behind the counters and are cleared with
+/// them.
+bool has_few_tokens(MoeDesc const& desc) noexcept;
 
 /// Regions of token rounding and expert choice.
 struct ChoicePlan {
@@ -70,7 +71,8 @@ struct CodesRegion {
 
 struct ForwardPlan {
   core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
-  core::Region<std::int32_t> counters;  ///< [kNumTileCounters + experts_words]
+  core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
+  std::int64_t cleared_words = 0;       ///< from the counters on; with few tokens to the end of y
   core::Region<float> logits;           ///< [T,E], with a router whose tables do not have them
   core::Region<std::uint16_t>
       router_terms;                ///< [E,router_terms_pitch(d)] bf16, with an fp32 router
@@ -79,7 +81,8 @@ struct ForwardPlan {
       metadata;  ///< metadata_workspace_bytes, unless choose_tokens makes the tables
   ChoicePlan choice;
   core::Region<std::uint16_t> a,
-      y;  ///< [P,n], [P,column_chunk] bf16; y in the place of logits, terms, ids and choice, given ids' metadata
+      y;  ///< [P,n], [P,column_chunk] bf16; y in the place of logits, terms, ids and choice, given ids' metadata,
+          ///< unless tokens are few
   // These are of a layer that quantises, in place of a: x8 with SavePolicy::none, it and w_up in the place of y.
   CodesRegion x8;            ///< [T,d]
   CodesRegion w_up, w_down;  ///< [E,w,n,d], [E,d,n]

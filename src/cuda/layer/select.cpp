@@ -314,13 +314,8 @@ bool prefers_few_tokens(RouterLogitsArguments const& args) noexcept {
 bool prefers_few_tokens(ExpertsFwdArguments const& args) noexcept {
   UpProjectionFwdArguments const& up = args.up;
   DownProjectionFwdArguments const& down = args.down;
-  auto const serves_up = [&] {
-    return up.few_tokens && has_bulk_rows(up.w_up[0]) &&
-           (!up.activation.gated() || has_bulk_rows(up.w_up[1])) && !refuse(up).refused();
-  };
-  return down.rows > 0 && down.few_tokens && has_bulk_rows(down.w_down) &&
-         few_tokens_blocks(down.rows, down.experts) <= kFewTokensMostBlocks &&
-         !refuse(down).refused() && (!args.has_up || serves_up()) &&
+  return has_bulk_rows(up.w_up[0]) && (!up.activation.gated() || has_bulk_rows(up.w_up[1])) &&
+         has_bulk_rows(down.w_down) && !refuse(up).refused() && !refuse(down).refused() &&
          (!args.has_aggregate || !refuse(args.aggregate).refused());
 }
 

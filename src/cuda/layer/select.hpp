@@ -60,7 +60,7 @@ bool takes_pairs(Arguments const& args, int sm_count) noexcept {
   }
 }
 
-/// True where the kernel for few tokens serves a call.
+/// True where the kernel for few tokens serves a call; of experts one of those of has_few_tokens() of plan.hpp.
 bool prefers_few_tokens(RouterLogitsArguments const& args) noexcept;
 bool prefers_few_tokens(ExpertsFwdArguments const& args) noexcept;
 

@@ -54,10 +54,9 @@ class Sequence {
   Status status_;
 };
 
-/// Counters of the persistent kernels and words behind them, for the kernel that makes the tables to clear.
-inline ClearedWords tile_counters(std::int32_t* gmem_counters,
-                                  std::int64_t words_behind = 0) noexcept {
-  return {gmem_counters, static_cast<std::int32_t>(kNumTileCounters + words_behind)};
+/// Counters of the persistent kernels, for the kernel that makes the tables to clear.
+inline ClearedWords tile_counters(std::int32_t* gmem_counters) noexcept {
+  return {gmem_counters, kNumTileCounters};
 }
 /// Zeros in the rows of a contiguous [P,d] tensor of grouped rows that belong to no expert.
 inline void add_zero_tail(MoeDesc const& desc, RoutingView const& tables, Tensor const& rows,

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     p.gmem_gather_index[slot] = 0;
     p.gmem_inverse_permutation[slot] = -1;
   }
+  for (int64_t i = thread; i < p.cleared.count; i += threads) p.cleared.gmem[i] = 0;
   if (thread >= p.experts) return;
   int32_t rows = 0;
   for (int64_t slot = 0; slot < p.slots; ++slot) rows += id_of(p, slot) == thread ? 1 : 0;
@@ -33,7 +34,6 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void metadata_plain_scan(__grid_constant__ MetadataArguments const p) {
   p.gmem_expert_offsets[0] = 0;
   for (int e = 0; e < p.experts; ++e) p.gmem_expert_offsets[e + 1] += p.gmem_expert_offsets[e];
-  for (int i = 0; i < p.cleared.count; ++i) p.cleared.gmem[i] = 0;
   for (int i = 0; i < p.unused.count; ++i) p.unused.gmem[i] = 0;
 }
 

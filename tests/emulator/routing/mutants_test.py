@@ -9,7 +9,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import mutant_runner  # noqa: E402
 
 ROUNDED = "cuda/kernels/router_dlogits_rounded.cuh"
-ROW, PLACE = "dl[at]", "  listed\n"
+METADATA = "cuda/kernels/metadata.cuh"
+ROW, PLACE, WORD = "dl[at]", "  listed\n", "words["
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says)
 MUTANTS = [
     ("rows of a token with a dropped member have their dlogits", ROUNDED,
@@ -32,12 +33,20 @@ MUTANTS = [
      "!= gridDim.x - 1) return;", "!= 0) return;", "offsets[1]"),
     ("places are drawn on from the last launch's", ROUNDED,
      "listed.gmem_counters[0] = listed.gmem_counters[1] = 0;", "listed.gmem_counters[1] = 0;", "counters[0]"),
+    ("words of the last CTA that clears are left", METADATA,
+     "1 + clearing_ctas(args.cleared)", "clearing_ctas(args.cleared)", WORD),
+    ("every CTA that clears has the first words", METADATA,
+     "clear_share(p.cleared, static_cast<int>(blockIdx.x) - 1)", "clear_share(p.cleared, 0)", WORD),
+    ("CTAs with slots clear what the first of them would", METADATA,
+     "static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)", "0, static_cast<int>(gridDim.x)", WORD),
 ]
 QUICK = ("rows of a token with a dropped member have their dlogits", "the list begins at its second place")
 
 
 def how(mutant, is_quick):
     """What is compiled for a mutant, the tests that are run, and the level of optimisation."""
+    if mutant[1] == METADATA:
+        return "metadata_test.cpp", "MetadataByDefinition.*", "-O1"
     return "router_dlogits_test.cpp", "RoundedDlogits*", "-O1"
 
 

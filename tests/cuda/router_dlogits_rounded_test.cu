@@ -42,7 +42,7 @@ struct Rows {
     args.listed = {.gmem_tokens = tokens.as<int32_t>(),
                    .gmem_offsets = words.as<int32_t>(),
                    .gmem_is_listed = is_listed.as<uint8_t>(),
-                   .gmem_counters = words.as<uint32_t>() + 2};
+                   .gmem_counter = words.as<uint64_t>() + 1};
   }
   bool right(RoundedCase const& c, RoundedData const& data, std::vector<float> const& dl) const {
     std::vector<bool> const wanted = listed_tokens(c, data);

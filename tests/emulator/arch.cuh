@@ -215,6 +215,9 @@ inline uint32_t count_relaxed_gpu(uint32_t* word, uint32_t increment) {
 inline void store_relaxed_2(void* to, uint16_t value) { store(static_cast<uint16_t*>(to), value); }
 inline uint2 load_relaxed_8(void const* from) { return look(static_cast<uint2 const*>(from)); }
 inline uint4 load_relaxed_16(void const* from) { return look(static_cast<uint4 const*>(from)); }
+inline uint64_t count_relaxed_gpu(uint64_t* word, uint64_t increment) {
+  return atomicAdd(word, increment);
+}
 inline void add_release_gpu(uint32_t* word, uint32_t increment) { atomicAdd(word, increment); }
 inline void fence_acq_rel_gpu() {}
 inline void fence_acq_rel_sys() {}
@@ -236,6 +239,7 @@ inline float load_bf16(void const* from, bool wanted) {
 inline uint32_t load_4(void const* from, bool wanted) {
   return load_wanted<uint32_t>(from, wanted);
 }
+inline void prefetch_l2(void const*) {}
 inline void store_streaming_16(void* to, uint4 bits) { std::memcpy(to, &bits, sizeof bits); }
 inline void store_streaming_8(void* to, uint2 bits) { std::memcpy(to, &bits, sizeof bits); }
 inline void store_streaming_16(void* to, uint4 bits, bool wanted) {

@@ -63,4 +63,9 @@ __device__ __forceinline__ uint32_t load_4(void const* gmem_src, bool wanted) {
   return bits;
 }
 
+// Asks for the line of 128 bytes to be in L2 when it is loaded.
+__device__ __forceinline__ void prefetch_l2(void const* gmem_src) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(gmem_src));
+}
+
 }  // namespace tessera::cuda::arch

@@ -69,6 +69,15 @@ __device__ __forceinline__ uint32_t count_relaxed_gpu(uint32_t* word, uint32_t i
   return before;
 }
 
+__device__ __forceinline__ uint64_t count_relaxed_gpu(uint64_t* word, uint64_t increment) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(word), "l"(increment)
+               : "memory");
+  return before;
+}
+
 // The same without the value and the acquire: the caller goes on at once.
 __device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t increment) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(increment) : "memory");

@@ -15,7 +15,7 @@ struct ListedTokens {
   int32_t* gmem_tokens = nullptr;     // (T) in any order
   int32_t* gmem_offsets = nullptr;    // {0, how many}, of which the second is written
   uint8_t* gmem_is_listed = nullptr;  // (T) 1 or 0
-  uint32_t* gmem_counters = nullptr;  // two words, 0 before and after every launch
+  uint64_t* gmem_counter = nullptr;   // one word, 0 before and after every launch
 };
 
 /// Both, from the partial sums to dlogits; `rounded` reads the dscores that `dscores` makes.

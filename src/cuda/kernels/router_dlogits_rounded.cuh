@@ -8,11 +8,12 @@
 // Work     reads 4*P*groups + 12*P + 8*T*K (of tokens with an added expert 4E more), writes 4*P + 2TE (6TE)
 //          [, 4*P + T row_dlogits and flags]
 // Schedule a warp has as many tokens as their members fit into its lanes: kLanes lanes a token, of which lane k has
-//          member k and slot k. Where nothing was added, that is all. The whole warp has the other tokens, one after
-//          the other, slots 32 at a time, and what they say of experts in shared memory by expert. Then it stores the
-//          rows of dl, collected there
-//   list   a warp draws places for its tokens; the last CTA that comes says how many there are. Their order differs
-//          from run to run, and no bit of a row of router_dgrad depends on its place
+//          member k and slot k. Where nothing was added, that is all. A CTA's warps share the other tokens: a whole
+//          warp has one, slots 32 at a time, and what they say of experts in shared memory by expert. Then each stores
+//          the rows of dl of its own, collected there
+//   list   a CTA draws places for its tokens from a counter of places and of CTAs, so that the last one to come says
+//          how many there are. Their order differs from run to run, and no bit of a row of router_dgrad depends on its
+//          place
 // Numerics as router_dlogits
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
@@ -21,6 +22,9 @@
 
 #include "../arch/dependent_launch.cuh"
 #include "../arch/dynamic_shared.cuh"
+#include "../arch/load_global.cuh"
+#include "../arch/signal.cuh"
+#include "../arch/static_shared.cuh"
 #include "../arch/warp.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_dlogits_rounded.hpp"
@@ -32,40 +36,42 @@ namespace tessera::cuda {
 
 struct RouterDlogitsRoundedConfig {
   static constexpr int kWarps = 4;
-  static constexpr int kCtasPerSm = 10;  // 48 registers, none spilled
+  static constexpr int kCtasPerSm = 9;  // 56 registers, none spilled
   static constexpr int kFewestLanes = 4;
   static constexpr int kWarpExperts = 1024;  // of all tokens of a warp: 4 KB of shared memory
 };
 
-// The slots of a token by the lanes of its warp, 32 at a time, all of which call these functions. Their dscores are
-// there.
+// The slots of a token by the lanes of its warp, 32 at a time, all of which call these functions. Makes their dscores.
 class RoundedSlots {
  public:
   struct Slot {
-    int id = -1;
+    int id = -1, row = -1;
     bool added = false;  // its expert is none of the token's top-k choice
     float score = 0, ds = 0;
   };
 
-  __device__ RoundedSlots(RouterDlogitsArguments const& p, int token, int member)
-      : p_(p),
+  __device__ __forceinline__ RoundedSlots(RoundedGradientArguments const& params, int token,
+                                          int member)
+      : p_(params.rounded.dlogits),
+        gmem_rows_(params.dscores.gmem_inverse_permutation),
         member_(member),
         first_(p_.gmem_token_offsets[token]),
-        end_(p_.gmem_token_offsets[token + 1]),
-        kept_(read(first_)) {}
+        end_(p_.gmem_token_offsets[token + 1]) {
+    kept_ = read(first_);
+    for (int base = first_; base < end_; base += arch::kWarpThreads) {
+      int const at = base + arch::lane_idx();
+      bool const exists = at < end_, keeps = base == first_;
+      int const row = keeps || !exists ? kept_.row : gmem_rows_[at];
+      float const ds = dscore_of_lane(params.dscores, at, exists, exists ? row : -1);
+      if (keeps) kept_.ds = ds;
+    }
+    __syncwarp();
+  }
 
   // visit(slot) for every slot.
   template <class Visit>
   __device__ __forceinline__ void for_each(Visit&& visit) const {
     for (int base = first_; base < end_; base += arch::kWarpThreads) visit(slots_from(base));
-  }
-  // visit(slot, row) where it has one, else -1.
-  template <class Visit>
-  __device__ __forceinline__ void for_each_row(Visit&& visit) const {
-    for (int base = first_; base < end_; base += arch::kWarpThreads) {
-      int const at = base + arch::lane_idx();
-      visit(slots_from(base), at < end_ ? p_.gmem_inverse_permutation[at] : -1);
-    }
   }
   // sum over the added experts j of score_j (ds - ds_j).
   __device__ __forceinline__ float centered(float ds) const {
@@ -83,13 +89,14 @@ class RoundedSlots {
   }
 
  private:
+  // A slot of this lane, without ds.
   __device__ __forceinline__ Slot read(int base) const {
     Slot slot;
     int const at = base + arch::lane_idx();
     if (at < end_) {
+      slot.row = gmem_rows_[at];
       slot.id = p_.gmem_ids[at];
       slot.score = p_.gmem_scores[at];
-      slot.ds = p_.gmem_dscores[at];
     }
     slot.added = slot.id >= 0;
     for (int k = 0; k < p_.top_k; ++k) {
@@ -98,10 +105,15 @@ class RoundedSlots {
     return slot;
   }
   __device__ __forceinline__ Slot slots_from(int base) const {
-    return base == first_ ? kept_ : read(base);
+    if (base == first_) return kept_;
+    Slot slot = read(base);
+    int const at = base + arch::lane_idx();
+    if (at < end_) slot.ds = p_.gmem_dscores[at];
+    return slot;
   }
 
   RouterDlogitsArguments const& p_;
+  int32_t const* gmem_rows_;  // of all slots
   int member_;
   int first_, end_;
   Slot kept_;  // of the first 32
@@ -203,8 +215,7 @@ __device__ __forceinline__ bool dlogits_of_any(RoundedGradientArguments const& p
   TokenSlot own = member_of(params, token, lane);
   float const logit = own.routed ? gmem_logits[own.id] : 0.0f;
   for (int e = lane; e < p.experts; e += arch::kWarpThreads) smem_row[e] = smem_ds[e] = 0;
-  __syncwarp();
-  RoundedSlots const slots(p, token, own.id);
+  RoundedSlots const slots(params, token, own.id);
   bool adds = false;
   float mean = 0;
   slots.for_each([&](RoundedSlots::Slot const& slot) {
@@ -213,6 +224,7 @@ __device__ __forceinline__ bool dlogits_of_any(RoundedGradientArguments const& p
     if (slot.added) mean += slot.ds * slot.score;
   });
   adds = __any_sync(arch::kAllLanes, adds);
+  __syncwarp();
   if (own.routed) own.ds = smem_ds[own.id];
   bool const has_own_p = core::has_own_p(p.kind);
   if (has_own_p) {
@@ -226,33 +238,32 @@ __device__ __forceinline__ bool dlogits_of_any(RoundedGradientArguments const& p
   if (p.gmem_row_dlogits == nullptr) return false;
   bool without_row = adds && !has_own_p;
   int kept = 0;  // members with a row
-  slots.for_each_row([&](RoundedSlots::Slot const& slot, int row) {
-    if (slot.id >= 0 && row < 0) without_row = true;
-    kept += __popc(__ballot_sync(arch::kAllLanes, slot.id >= 0 && !slot.added && row >= 0));
+  slots.for_each([&](RoundedSlots::Slot const& slot) {
+    if (slot.id >= 0 && slot.row < 0) without_row = true;
+    kept += __popc(__ballot_sync(arch::kAllLanes, slot.id >= 0 && !slot.added && slot.row >= 0));
   });
   if (kept < __popc(__ballot_sync(arch::kAllLanes, own.routed))) without_row = true;
   bool const listed = __any_sync(arch::kAllLanes, without_row);
-  slots.for_each_row([&](RoundedSlots::Slot const& slot, int row) {
-    if (row >= 0) p.gmem_row_dlogits[row] = listed || slot.id < 0 ? 0.0f : smem_row[slot.id];
+  slots.for_each([&](RoundedSlots::Slot const& slot) {
+    if (slot.row < 0) return;
+    p.gmem_row_dlogits[slot.row] = listed || slot.id < 0 ? 0.0f : smem_row[slot.id];
   });
   return listed;
 }
 
-// Makes the dscores of slots [first, end), for the warp.
-__device__ __forceinline__ void make_dscores(DscoresArguments const& p, int first, int end) {
-  for (int base = first; base < end; base += arch::kWarpThreads) {
-    int const slot = base + arch::lane_idx();
-    bool const exists = slot < end;
-    dscore_of_lane(p, slot, exists, exists ? p.gmem_inverse_permutation[slot] : -1);
-  }
-  __syncwarp();
-}
+// What a CTA knows of its tokens.
+template <int kWarps, int kTokens>
+struct RoundedTokens {
+  static_assert(kWarps * kTokens <= arch::kWarpThreads, "a lane has one of them");
+  uint32_t any[kWarps];  // the first lane of each token of the warp that dlogits_of_any() has
+  bool listed[kWarps * kTokens];
+};
 
-// Makes the dl of a warp's tokens; smem_rows: their rows, and E floats more. Returns in each lane whether its token is
-// to be listed.
+// Makes the dl of those tokens of a warp whose slots are members; smem_rows: the rows of all. Returns in each lane
+// whether its token is one of the others, for dlogits_of_any(); smem_listed: of each that is none.
 template <int kLanes>
 __device__ __forceinline__ bool dlogits_of_warp(RoundedGradientArguments const& params, int first,
-                                                float* smem_rows) {
+                                                float* smem_rows, bool* smem_listed) {
   constexpr int kTokens = arch::kWarpThreads / kLanes;
   RouterDlogitsArguments const& p = params.rounded.dlogits;
   int const lane = arch::lane_idx(), k = lane % kLanes;
@@ -260,20 +271,15 @@ __device__ __forceinline__ bool dlogits_of_warp(RoundedGradientArguments const& 
   bool const exists = token < p.tokens;
   TokenSlot own = member_of(params, token, k);
   float const logit = own.routed ? p.gmem_logits[int64_t{token} * p.experts + own.id] : 0.0f;
-  make_dscores(params.dscores, p.gmem_token_offsets[first],
-               p.gmem_token_offsets[min(int64_t{first} + kTokens, p.tokens)]);
   int const slot = exists ? p.gmem_token_offsets[token] + k : 0;
   int const end = exists ? p.gmem_token_offsets[token + 1] : 0;
-  int id = -1, row = -1;
-  float ds = 0;
-  if (slot < end) {
-    id = p.gmem_ids[slot];
-    row = params.dscores.gmem_inverse_permutation[slot];
-    ds = p.gmem_dscores[slot];
-  }
+  bool const has_slot = slot < end;
+  int const id = has_slot ? p.gmem_ids[slot] : -1;
+  int const row = has_slot ? params.dscores.gmem_inverse_permutation[slot] : -1;
   for (int i = 4 * lane; i < kTokens * p.experts; i += 4 * arch::kWarpThreads) {
     *reinterpret_cast<float4*>(smem_rows + i) = float4{};
   }
+  float const ds = dscore_of_lane(params.dscores, slot, has_slot, row);
   float* const smem_row = smem_rows + lane / kLanes * p.experts;
   __syncwarp();
   if (id >= 0) smem_row[id] = static_cast<float>(1 + k);  // the member learns which slot it has
@@ -291,7 +297,7 @@ __device__ __forceinline__ bool dlogits_of_warp(RoundedGradientArguments const& 
   uint32_t const odd = of_token((id >= 0) != (row >= 0) || (k == kLanes - 1 && slot + 1 < end));
   uint32_t const named = of_token(id >= 0), members = of_token(kept);
   bool const adds = odd != 0 || __popc(named) != __popc(members);
-  bool listed = of_token(own.routed && !kept) != 0;
+  bool const listed = of_token(own.routed && !kept) != 0;
   float value;
   if (core::has_own_p(p.kind)) {
     value = OwnPMember<kLanes>(p, own, logit).dlogit(0);
@@ -302,15 +308,15 @@ __device__ __forceinline__ bool dlogits_of_warp(RoundedGradientArguments const& 
     smem_row[own.id] = value;
     if (kept && p.gmem_row_dlogits != nullptr) p.gmem_row_dlogits[own.row] = listed ? 0.0f : value;
   }
-  for (uint32_t left = __ballot_sync(arch::kAllLanes, exists && adds && k == 0); left != 0;
-       left &= left - 1) {
-    int const index = (__ffs(static_cast<int>(left)) - 1) / kLanes;
-    bool const is_listed = dlogits_of_any(params, first + index, smem_rows + index * p.experts,
-                                          smem_rows + kTokens * p.experts);
-    if (index == lane / kLanes) listed = is_listed;
+  if (k == 0) smem_listed[lane / kLanes] = listed;
+  if (exists && adds) {  // what dlogits_of_any() reads first
+    constexpr int kLine = 128 / sizeof(float);
+    for (int e = k * kLine; e < p.experts; e += kLanes * kLine) {
+      arch::prefetch_l2(p.gmem_logits + int64_t{token} * p.experts + e);
+    }
+    if (k == 0) arch::prefetch_l2(p.gmem_scores + slot);
   }
-  __syncwarp();
-  return listed;
+  return exists && adds;
 }
 
 // Counts the floats of a warp's rows and of one more, in whole float4.
@@ -319,44 +325,64 @@ __host__ __device__ constexpr int rounded_floats(int experts) {
   return ((arch::kWarpThreads / kLanes + 1) * experts + 3) / 4 * 4;
 }
 
-// One thread of each CTA calls this behind its warps: the last one to come leaves the counters as the next launch
-// expects them.
-__device__ __forceinline__ void say_how_many(ListedTokens const& listed) {
-  __threadfence();
-  if (atomicAdd(&listed.gmem_counters[1], 1u) != gridDim.x - 1) return;
-  __threadfence();
-  listed.gmem_offsets[1] = static_cast<int32_t>(atomicAdd(&listed.gmem_counters[0], 0u));
-  listed.gmem_counters[0] = listed.gmem_counters[1] = 0;
+// Draws `count` places of the list, for a CTA: one word counts places in its lower half and CTAs in its upper one. The
+// last CTA to come leaves it as the next launch expects it.
+__device__ __forceinline__ int draw_places(ListedTokens const& listed, int count) {
+  uint64_t const before = arch::count_relaxed_gpu(
+      listed.gmem_counter, (uint64_t{1} << 32) + static_cast<uint64_t>(count));
+  int const place = static_cast<int>(before);
+  if (before >> 32 == gridDim.x - 1) {
+    listed.gmem_offsets[1] = place + count;
+    *listed.gmem_counter = 0;
+  }
+  return place;
 }
 
 template <class Config, int kLanes>
 __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads, Config::kCtasPerSm)
     router_dlogits_rounded(__grid_constant__ RoundedGradientArguments const params) {
-  constexpr int kTokens = arch::kWarpThreads / kLanes;
+  constexpr int kTokens = arch::kWarpThreads / kLanes, kWarps = Config::kWarps;
   RouterDlogitsArguments const& p = params.rounded.dlogits;
   bool const lists = p.gmem_row_dlogits != nullptr;
   arch::let_next_kernel_start();      // router_dgrad
   TESSERA_DYNAMIC_SHARED(smem_rows);  // (warps, rounded_floats())
-  int const lane = arch::lane_idx();
-  int const first = (static_cast<int>(blockIdx.x) * Config::kWarps + arch::warp_idx()) * kTokens;
-  if (first < p.tokens) {
-    float* const smem_own =
-        reinterpret_cast<float*>(smem_rows) + arch::warp_idx() * rounded_floats<kLanes>(p.experts);
-    bool const listed = dlogits_of_warp<kLanes>(params, first, smem_own);
-    int const token = first + lane / kLanes;
-    bool const speaks = lists && lane % kLanes == 0 && token < p.tokens;
-    uint32_t const all = __ballot_sync(arch::kAllLanes, speaks && listed);
-    int place = 0;
-    if (all != 0 && lane == 0) {
-      place = static_cast<int>(
-          atomicAdd(&params.listed.gmem_counters[0], static_cast<uint32_t>(__popc(all))));
+  using Tokens = RoundedTokens<kWarps, kTokens>;
+  TESSERA_STATIC_SHARED(smem, Tokens);
+  int const lane = arch::lane_idx(), warp = arch::warp_idx();
+  int const cta_first = static_cast<int>(blockIdx.x) * kWarps * kTokens;
+  int const first = cta_first + warp * kTokens;
+  int const tokens = static_cast<int>(min(int64_t{kTokens}, p.tokens - first));
+  auto const rows_of = [&](int of_warp) {
+    return reinterpret_cast<float*>(smem_rows) + of_warp * rounded_floats<kLanes>(p.experts);
+  };
+  bool const any = tokens > 0 && dlogits_of_warp<kLanes>(params, first, rows_of(warp),
+                                                         smem.listed + warp * kTokens);
+  uint32_t const lanes = __ballot_sync(arch::kAllLanes, any && lane % kLanes == 0);
+  if (lane == 0) smem.any[warp] = lanes;
+  __syncthreads();
+  for (int of_warp = 0, turn = 0; of_warp < kWarps; ++of_warp) {
+    for (uint32_t left = smem.any[of_warp]; left != 0; left &= left - 1, ++turn) {
+      if (turn % kWarps != warp) continue;
+      int const index = (__ffs(static_cast<int>(left)) - 1) / kLanes;
+      int const in_cta = of_warp * kTokens + index;
+      bool const listed =
+          dlogits_of_any(params, cta_first + in_cta, rows_of(of_warp) + index * p.experts,
+                         rows_of(warp) + kTokens * p.experts);
+      if (lane == 0) smem.listed[in_cta] = listed;
     }
-    put_rows(p, first, static_cast<int>(min(int64_t{kTokens}, p.tokens - first)), smem_own);
+  }
+  __syncthreads();
+  bool const has_token = lane < kWarps * kTokens && cta_first + lane < p.tokens;
+  bool const listed = has_token && smem.listed[lane];
+  uint32_t const all = __ballot_sync(arch::kAllLanes, listed);
+  bool const writes_list = lists && warp == 0;
+  int place = 0;
+  if (writes_list && lane == 0) place = draw_places(params.listed, __popc(all));
+  if (tokens > 0) put_rows(p, first, tokens, rows_of(warp));
+  if (writes_list) {
     place = __shfl_sync(arch::kAllLanes, place, 0) + __popc(all & ((1u << lane) - 1));
-    if (speaks) {
-      params.listed.gmem_is_listed[token] = listed ? 1 : 0;
-      if (listed) params.listed.gmem_tokens[place] = token;
-    }
+    if (has_token) params.listed.gmem_is_listed[cta_first + lane] = listed ? 1 : 0;
+    if (listed) params.listed.gmem_tokens[place] = cta_first + lane;
   }
   // Slots that no token has.
   int64_t const threads = int64_t{gridDim.x} * blockDim.x;
@@ -364,10 +390,6 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads, Config::kC
            p.gmem_token_offsets[p.tokens] + int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
        slot < params.dscores.slots; slot += threads) {
     params.dscores.gmem_dscores[slot] = 0;
-  }
-  if (lists) {
-    __syncthreads();
-    if (threadIdx.x == 0) say_how_many(params.listed);
   }
   // Whoever comes next in the stream comes after both.
   if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();

@@ -489,7 +489,7 @@ class Backward {
             .listed = {.gmem_tokens = plan_.listed.in(base_),
                        .gmem_offsets = counters + kListedFirst,
                        .gmem_is_listed = plan_.is_listed.in(base_),
-                       .gmem_counters = reinterpret_cast<std::uint32_t*>(counters + kListedTokens)},
+                       .gmem_counter = reinterpret_cast<std::uint64_t*>(counters + kListedTokens)},
             .starts_early = follows_down_wgrad_};
   }
 

@@ -26,12 +26,13 @@ enum TileCounter : int {
   kForwardHandover,   // of up_projection_fwd to down_projection_fwd
   kBackwardHandover,  // of down_projection_dgrad to down_projection_wgrad
   kRouterWgradParts,  // that router_wgrad has counted
-  kListedTokens,      // drawn by router_dlogits_rounded
-  kListingCtas,       // of it that came
+  kListedTokens,      // by router_dlogits_rounded: a word of 64 bits
+  kListedTokensHigh,
   kListedFirst,       // 0, and
   kListedEnd,         // how many tokens it has listed
   kNumTileCounters
 };
+static_assert(kListedTokens % 2 == 0);
 
 /// Most columns of y or dx rows that exist at a time. At least 8 of them are a multiple of 8, so that the rows of every
 /// chunk are of 16 bytes each where those of all columns are.

@@ -127,6 +127,16 @@ __device__ __forceinline__ float dlogit_of_slot(RouterDlogitsArguments const& p,
   return core::unscaled_score(p.route_scale, score) * (p.route_scale * ds * rest + others);
 }
 
+// Four values that lie one after the other in dl, from `at` on.
+__device__ __forceinline__ void put_four_in_dlogits(RouterDlogitsArguments const& p, int64_t at,
+                                                    float4 value) {
+  if (!p.dlogits_are_scratch) *reinterpret_cast<float4*>(p.gmem_dlogits + at) = value;
+  if (p.gmem_rounded != nullptr) {
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.gmem_rounded) + at) = {
+        arch::pack_bf16(value.x, value.y), arch::pack_bf16(value.z, value.w)};
+  }
+}
+
 // Four experts of a row, E a multiple of 4; of the caller's copy alone the rows need not be aligned.
 __device__ __forceinline__ void put_four(RouterDlogitsArguments const& p, int64_t token, int expert,
                                          float4 value) {
@@ -137,12 +147,7 @@ __device__ __forceinline__ void put_four(RouterDlogitsArguments const& p, int64_
     value.z += gmem_aux[2];
     value.w += gmem_aux[3];
   }
-  int64_t const at = token * p.experts + expert;
-  if (!p.dlogits_are_scratch) *reinterpret_cast<float4*>(p.gmem_dlogits + at) = value;
-  if (p.gmem_rounded != nullptr) {
-    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.gmem_rounded) + at) = {
-        arch::pack_bf16(value.x, value.y), arch::pack_bf16(value.z, value.w)};
-  }
+  put_four_in_dlogits(p, token * p.experts + expert, value);
   if (p.gmem_copy != nullptr) {
     float* const gmem_copy = p.gmem_copy + token * p.copy_pitch + expert;
     if (p.copy_pitch % 4 == 0 && reinterpret_cast<uintptr_t>(p.gmem_copy) % 16 == 0) {
@@ -173,6 +178,13 @@ __device__ __forceinline__ void put_one(RouterDlogitsArguments const& p, int64_t
 __device__ __forceinline__ void put_rows(RouterDlogitsArguments const& p, int64_t first, int tokens,
                                          float const* smem_rows) {
   int const experts = p.experts, width = experts % 4 == 0 ? 4 : 1;
+  if (width == 4 && p.gmem_aux_dlogits == nullptr && p.gmem_copy == nullptr) {
+    // What is left has rows one after the other: no lane needs to know its token.
+    for (int i = 4 * arch::lane_idx(); i < tokens * experts; i += 4 * arch::kWarpThreads) {
+      put_four_in_dlogits(p, first * experts + i, *reinterpret_cast<float4 const*>(smem_rows + i));
+    }
+    return;
+  }
   int token = 0, expert = width * arch::lane_idx();
   for (;;) {
     while (expert >= experts) {

@@ -42,10 +42,10 @@ using emulator::round;
 using emulator::widen;
 
 struct SmallRings {
-  static constexpr FewTokensConfig config{.warps = 2, .stages = 2, .stage_k = 64, .rows_ahead = 2};
+  static constexpr FewTokensConfig config{.warps = 2, .stages = 2, .stage_k = 64};
 };
 struct LongRings {
-  static constexpr FewTokensConfig config{.warps = 1, .stages = 4, .stage_k = 128, .rows_ahead = 1};
+  static constexpr FewTokensConfig config{.warps = 1, .stages = 4, .stage_k = 128};
 };
 
 // Products in the order of the kernel: of 16 those of elements 4q and 4q + 1 for q of 0 to 3, then 4q + 2 and 4q + 3.

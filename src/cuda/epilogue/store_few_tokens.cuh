@@ -68,27 +68,17 @@ __device__ __forceinline__ void store_up(Arguments const& p, RowBlock const& blo
                        gemm::activate(p.activation, __bfloat162float(gate), __bfloat162float(up))));
   };
   // Rows g and g + 8 of the weights: gate and up of one column, or two columns.
-  TESSERA_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    int const r = 2 * q + i;
-    if (r >= block.count) continue;
-    int64_t const row = block.first + r;
-    if (gated) {
-      if (column < n) {
-        store(row, column, __float2bfloat16_rn(sums[i] + bias_of(p.b_up[0], block.expert, column)),
-              __float2bfloat16_rn(sums[2 + i] + bias_of(p.b_up[1], block.expert, column)));
-      }
-    } else {
-      TESSERA_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        int64_t const at = column + 8 * half;
-        if (at < n) {
-          store(row, at,
-                __float2bfloat16_rn(sums[2 * half + i] + bias_of(p.b_up[0], block.expert, at)),
-                __nv_bfloat16{});
-        }
-      }
-    }
+#pragma unroll 1
+  for (int i = 0; i < (gated ? 2 : 4); ++i) {
+    float const first = i % 2 == 0 ? sums[0] : sums[1], second = i % 2 == 0 ? sums[2] : sums[3];
+    int const r = 2 * q + i % 2;
+    int64_t const at = column + i / 2 * 8;
+    if (r >= block.count || at >= n) continue;
+    auto const value = [&](int half, float sum) {
+      return __float2bfloat16_rn(sum + bias_of(p.b_up[half], block.expert, at));
+    };
+    store(block.first + r, at, value(0, i < 2 ? first : second),
+          gated ? value(1, second) : __nv_bfloat16{});
   }
 }
 
@@ -99,22 +89,19 @@ __device__ __forceinline__ void store_down(Arguments const& p, RowBlock const& b
                                            bool inverts) {
   int const g = arch::lane_idx() / 4, q = arch::lane_idx() % 4;
   auto* const gmem_y = static_cast<__nv_bfloat16*>(p.gmem_y);
-  TESSERA_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    int64_t const column = int64_t{column_block} * kWeightRows + g + 8 * half;
-    if (column >= p.hidden) continue;
-    float const bias = bias_of(p.b_down, block.expert, column);
-    TESSERA_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const r = 2 * q + i;
-      if (r >= block.count) continue;
-      __nv_bfloat16* const gmem_value = gmem_y + (block.first + r) * p.hidden + column;
-      __nv_bfloat16 const value = __float2bfloat16_rn(sums[2 * half + i] + bias);
-      if (inverts) {
-        store_inverted(gmem_value, value);
-      } else {
-        *gmem_value = value;
-      }
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    int const r = 2 * q + i % 2;
+    int64_t const column = int64_t{column_block} * kWeightRows + g + i / 2 * 8;
+    if (r >= block.count || column >= p.hidden) continue;
+    float const of_half[2] = {i < 2 ? sums[0] : sums[2], i < 2 ? sums[1] : sums[3]};
+    __nv_bfloat16* const gmem_value = gmem_y + (block.first + r) * p.hidden + column;
+    __nv_bfloat16 const value = __float2bfloat16_rn((i % 2 == 0 ? of_half[0] : of_half[1]) +
+                                                    bias_of(p.b_down, block.expert, column));
+    if (inverts) {
+      store_inverted(gmem_value, value);
+    } else {
+      *gmem_value = value;
     }
   }
 }

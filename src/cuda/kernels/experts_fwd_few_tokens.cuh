@@ -12,9 +12,9 @@
 //            aggregate  16 columns of o of all tokens
 //   ring     a warp copies its own weights by cp.async.bulk, a row each, `stages` stages of 16 x stage_k ahead, across
 //            jobs: it meets no other warp, and the projections have no gap between them
-//   multiply mma.sync, weights as the 16 rows, rows of x or a as the 8 columns, from L1 or L2 into registers
-//            `rows_ahead` stages ahead. Lane 4g + q takes elements 4q to 4q + 3 of 16 as the pairs 2q and 2q + 8 of k,
-//            for both operands
+//   multiply mma.sync, weights as the 16 rows, rows of x or a as the 8 columns, from L2 into registers a stage ahead.
+//            Lane 4g + q takes elements 4q to 4q + 3 of 16 as the pairs 2q and 2q + 8 of k, for both operands. x and a
+//            have the same code, little of it: a launch of 40 us has no time to fetch much that runs a few times
 //   values   of a, and of y where there is an aggregate, say by themselves that they are there: they are stored
 //            inverted, in rows that whoever makes the tables has cleared. 0 is the inverse of 0xffff, a NaN that no
 //            rounding to bf16 gives. Their readers load past L1 until no value is 0, and invert them: no word, no
@@ -237,9 +237,9 @@ class WeightLoads {
 template <class Config>
 class Multiplier {
   static constexpr FewTokensConfig kConfig = Config::config;
-  static constexpr int kSteps = kConfig.stage_k / kStepK;
-  static constexpr int kAhead = kConfig.rows_ahead;
+  static constexpr int kGroupK = kTurns * kStepK, kGroups = kConfig.stage_k / kGroupK;
   using Smem = Storage<Config>;
+  using Rows = uint2[kTurns];  // of a group
 
  public:
   __device__ __forceinline__ Multiplier(Smem& smem, WeightLoads<Config>& loads)
@@ -252,36 +252,35 @@ class Multiplier {
     return ticket;
   }
 
-  // sums: of the 16 rows of weights with this lane's two of 8 rows. gmem_row: row g of x or, inverted and there at any
-  // time, of a, lane 4g + q; null: none.
-  template <bool kOfA>
-  __device__ __forceinline__ void multiply(__nv_bfloat16 const* gmem_row, int32_t count_k,
-                                           float (&sums)[4]) {
-    uint2 rows[kAhead + 1][kSteps];
+  // sums: of the 16 rows of weights with this lane's two of 8 rows. gmem_row: row g of x or, of_a, of a, inverted and
+  // there at any time, lane 4g + q; null: none.
+  __device__ __forceinline__ void multiply(bool of_a, __nv_bfloat16 const* gmem_row,
+                                           int32_t count_k, float (&sums)[4]) {
+    uint32_t const inverts = of_a ? ~0u : 0;
+    Rows rows[kGroups];
     TESSERA_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      load_rows<kOfA>(gmem_row, i * kConfig.stage_k, count_k, rows[i]);
+    for (int i = 0; i < kGroups; ++i) {
+      load_rows<false>(gmem_row, i * kGroupK, count_k, inverts, rows[i]);
     }
-    for (int32_t first = 0; first < count_k; first += (kAhead + 1) * kConfig.stage_k) {
-      TESSERA_UNROLL
-      for (int i = 0; i <= kAhead; ++i) {
-        int32_t const k = first + i * kConfig.stage_k;
-        if (k >= count_k) break;
-        load_rows<kOfA>(gmem_row, k + kAhead * kConfig.stage_k, count_k,
-                        rows[(i + kAhead) % (kAhead + 1)]);
-        arch::mbarrier_wait(&smem_.full[warp_][stage_], phase_);
-        if constexpr (kOfA) await_rows(gmem_row, k, count_k, rows[i]);
-        if (count_k - k >= kConfig.stage_k) {
-          multiply_stage<true>(rows[i], kConfig.stage_k, sums);
-        } else {
-          multiply_stage<false>(rows[i], count_k - k, sums);
-        }
-        __syncwarp();
-        loads_.next();
-        if (++stage_ == kConfig.stages) {
-          stage_ = 0;
-          phase_ ^= 1;
-        }
+    int const g = arch::lane_idx() / 4;
+#pragma unroll 1
+    for (int32_t first = 0; first < count_k; first += kConfig.stage_k) {
+      auto const& stage = smem_.ring[warp_][stage_];
+      uint32_t const smem_low = arch::shared_address(&stage[g][lane_k()]);
+      uint32_t const smem_high = arch::shared_address(&stage[g + kHalfRows][lane_k()]);
+      arch::mbarrier_wait(&smem_.full[warp_][stage_], phase_);
+      // This stage is whole, and the next one is or there is none.
+      int32_t const left = count_k - first;
+      if (left == kConfig.stage_k || left >= 2 * kConfig.stage_k) {
+        multiply_stage<true>(of_a, gmem_row, first, count_k, smem_low, smem_high, rows, sums);
+      } else {
+        multiply_stage<false>(of_a, gmem_row, first, count_k, smem_low, smem_high, rows, sums);
+      }
+      __syncwarp();
+      loads_.next();
+      if (++stage_ == kConfig.stages) {
+        stage_ = 0;
+        phase_ ^= 1;
       }
     }
   }
@@ -289,42 +288,60 @@ class Multiplier {
  private:
   __device__ __forceinline__ static int lane_k() { return arch::lane_idx() % 4 * 4; }
 
-  // Where there is none a value is 0, once it is inverted.
-  template <bool kOfA>
-  __device__ __forceinline__ static void load_rows(__nv_bfloat16 const* gmem_row, int32_t k,
-                                                   int32_t count_k, uint2 (&rows)[kSteps]) {
+  // Multiplies a stage and loads the rows of the next one.
+  template <bool kWhole>
+  __device__ __forceinline__ static void multiply_stage(bool of_a, __nv_bfloat16 const* gmem_row,
+                                                        int32_t first, int32_t count_k,
+                                                        uint32_t smem_low, uint32_t smem_high,
+                                                        Rows (&rows)[kGroups], float (&sums)[4]) {
+    constexpr uint32_t kBytes = kGroupK * sizeof(__nv_bfloat16);
+    uint32_t const inverts = of_a ? ~0u : 0;
+    __nv_bfloat16 const* const gmem_next =
+        !kWhole || first + kConfig.stage_k < count_k ? gmem_row : nullptr;
     TESSERA_UNROLL
-    for (int i = 0; i < kSteps; ++i) {
-      int32_t const at = k + i * kStepK + lane_k();
-      bool const exists = gmem_row != nullptr && at < count_k;
-      if constexpr (kOfA) {
-        rows[i] = exists ? arch::load_relaxed_8(gmem_row + at) : uint2{~0u, ~0u};
-      } else {
-        rows[i] = exists ? *reinterpret_cast<uint2 const*>(gmem_row + at) : uint2{};
+    for (int i = 0; i < kGroups; ++i) {
+      int32_t const k = first + i * kGroupK;
+      if (!kWhole && k >= count_k) break;
+      if (of_a) await_rows(gmem_row, k, count_k, rows[i]);
+      multiply_group<kWhole>(smem_low + i * kBytes, smem_high + i * kBytes, rows[i], inverts,
+                             count_k - k, sums);
+      load_rows<kWhole>(gmem_next, k + kConfig.stage_k, count_k, inverts, rows[i]);
+    }
+  }
+
+  // Past L1, as the rows may be of a. Where there is none a value is 0, once it is inverted. kWhole: where the lane has a
+  // row, all values exist; else they stay what they are.
+  template <bool kWhole>
+  __device__ __forceinline__ static void load_rows(__nv_bfloat16 const* gmem_row, int32_t k,
+                                                   int32_t count_k, uint32_t inverts, Rows& rows) {
+    int32_t const own = k + lane_k();
+    TESSERA_UNROLL
+    for (int i = 0; i < kTurns; ++i) {
+      if (!kWhole) rows[i] = {inverts, inverts};
+      if (gmem_row != nullptr && (kWhole || own + i * kStepK < count_k)) {
+        rows[i] = arch::load_relaxed_8(gmem_row + own + i * kStepK);
       }
     }
   }
 
-  // Loads rows of a again until all of a stage's values are there, and inverts them. By a converged warp.
+  // Loads rows of a again until all of a group's values are there. By a converged warp.
   __device__ __forceinline__ static void await_rows(__nv_bfloat16 const* gmem_row, int32_t k,
-                                                    int32_t count_k, uint2 (&rows)[kSteps]) {
-    auto const is_whole = [&] {
+                                                    int32_t count_k, Rows& rows) {
+    for (;;) {
       MissingValues missing;
       TESSERA_UNROLL
-      for (int i = 0; i < kSteps; ++i) {
+      for (int i = 0; i < kTurns; ++i) {
         missing.look_at(rows[i].x);
         missing.look_at(rows[i].y);
       }
-      return !missing.any();
-    };
-    while (!__all_sync(arch::kAllLanes, is_whole())) load_rows<true>(gmem_row, k, count_k, rows);
-    TESSERA_UNROLL
-    for (int i = 0; i < kSteps; ++i) rows[i] = {~rows[i].x, ~rows[i].y};
+      if (!__any_sync(arch::kAllLanes, missing.any())) return;
+      load_rows<false>(gmem_row, k, count_k, ~0u, rows);
+    }
   }
 
   // Loads 8 bytes of each of kTurns steps, from `smem_row`. Rows lie whole lines apart, so that four rows would meet in
   // a bank if their lanes loaded the same step: row g begins with step g % kTurns, and lanes put them in order.
-  __device__ __forceinline__ static void load_turns(uint32_t smem_row, uint2 (&turns)[kTurns]) {
+  __device__ __forceinline__ static void load_turns(uint32_t smem_row, Rows& turns) {
     constexpr uint32_t kStepBytes = kStepK * sizeof(__nv_bfloat16);
     static_assert(kTurns == 4);
     unsigned const own = arch::lane_idx() / 4 % kTurns;
@@ -343,29 +360,20 @@ class Multiplier {
     for (int i = 0; i < kTurns; ++i) turns[i] = pick(high, w[i], w[i ^ 2]);
   }
 
-  // Weights behind `count`, of which shared memory holds anything, are 0.
+  // `count` elements of k are left. Weights behind them, of which shared memory holds anything, are 0.
   template <bool kWhole>
-  __device__ __forceinline__ void multiply_stage(uint2 const (&rows)[kSteps], int32_t count,
-                                                 float (&sums)[4]) {
-    int const g = arch::lane_idx() / 4;
-    auto const& stage = smem_.ring[warp_][stage_];
-    uint32_t const low = arch::shared_address(&stage[g][lane_k()]);
-    uint32_t const high = arch::shared_address(&stage[g + 8][lane_k()]);
+  __device__ __forceinline__ static void multiply_group(uint32_t smem_low, uint32_t smem_high,
+                                                        Rows const& rows, uint32_t inverts,
+                                                        int32_t count, float (&sums)[4]) {
+    Rows low, high;
+    load_turns(smem_low, low);
+    load_turns(smem_high, high);
     TESSERA_UNROLL
-    for (int first = 0; first < kSteps; first += kTurns) {
-      if (!kWhole && first * kStepK >= count) break;
-      uint32_t const at = first * kStepK * unsigned{sizeof(__nv_bfloat16)};
-      uint2 w_low[kTurns], w_high[kTurns];
-      load_turns(low + at, w_low);
-      load_turns(high + at, w_high);
-      TESSERA_UNROLL
-      for (int i = 0; i < kTurns; ++i) {
-        int const k = (first + i) * kStepK;
-        if (!kWhole && k >= count) break;
-        if (!kWhole && k + lane_k() >= count) w_low[i] = w_high[i] = {};
-        uint2 const x = rows[first + i];
-        arch::mma_m16n8k16(sums, w_low[i].x, w_high[i].x, w_low[i].y, w_high[i].y, x.x, x.y);
-      }
+    for (int i = 0; i < kTurns; ++i) {
+      if (!kWhole && i * kStepK >= count) break;
+      if (!kWhole && i * kStepK + lane_k() >= count) low[i] = high[i] = {};
+      arch::mma_m16n8k16(sums, low[i].x, high[i].x, low[i].y, high[i].y, rows[i].x ^ inverts,
+                         rows[i].y ^ inverts);
     }
   }
 
@@ -399,7 +407,7 @@ __global__ void __launch_bounds__(Config::config.threads(), 1)
 
   Tickets<Config> const tickets(p, jobs);
   WeightLoads<Config> loads(smem, p, jobs, tickets);
-  TESSERA_UNROLL
+#pragma unroll 1
   for (int i = 0; i < Config::config.stages; ++i) loads.next();
   __syncwarp();
   Multiplier<Config> multiplier(smem, loads);
@@ -409,20 +417,19 @@ __global__ void __launch_bounds__(Config::config.threads(), 1)
     RowBlock const block = smem.blocks[job.block];
     int64_t const row = block.first + g;
     __nv_bfloat16 const* gmem_row = nullptr;
+    if (g < block.count) {
+      gmem_row = job.is_up
+                     ? static_cast<__nv_bfloat16 const*>(p.up.x.gmem) +
+                           (p.up.gmem_gather_index != nullptr ? p.up.gmem_gather_index[row] : row) *
+                               p.up.x.pitch
+                     : static_cast<__nv_bfloat16 const*>(p.down.gmem_a) + row * p.down.intermediate;
+    }
     float sums[4] = {};
+    multiplier.multiply(!job.is_up, gmem_row,
+                        static_cast<int32_t>(job.is_up ? p.up.hidden : p.down.intermediate), sums);
     if (job.is_up) {
-      if (g < block.count) {
-        gmem_row =
-            static_cast<__nv_bfloat16 const*>(p.up.x.gmem) +
-            (p.up.gmem_gather_index != nullptr ? p.up.gmem_gather_index[row] : row) * p.up.x.pitch;
-      }
-      multiplier.template multiply<false>(gmem_row, static_cast<int32_t>(p.up.hidden), sums);
       store_up(p.up, block, job.column, counts.gated, sums);
     } else {
-      if (g < block.count) {
-        gmem_row = static_cast<__nv_bfloat16 const*>(p.down.gmem_a) + row * p.down.intermediate;
-      }
-      multiplier.template multiply<true>(gmem_row, static_cast<int32_t>(p.down.intermediate), sums);
       store_down(p.down, block, job.column, sums, p.has_aggregate);
     }
   }

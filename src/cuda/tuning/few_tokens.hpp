@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the experts' kernel for few tokens. Weights on their way hide the latency of memory: 4.8 TB/s times
 // about 1 us over 132 SMs are 36 KiB of an SM, and its rings hold 192 KiB.
-// Measured: bench/results/archive/h200/2026-11-30-few-tokens-rings.json
+// Measured: bench/results/archive/h200/2026-11-30-few-tokens-{rings,values}.json
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,9 @@
 namespace tessera::cuda {
 
 struct FewTokensConfig {
-  int warps;       // of a CTA, one CTA per SM; each has a ring of its own
-  int stages;      // of a ring
-  int stage_k;     // of 16 rows of weights in a stage
-  int rows_ahead;  // stages whose rows of x or a are on their way to registers
+  int warps;    // of a CTA, one CTA per SM; each has a ring of its own
+  int stages;   // of a ring
+  int stage_k;  // of 16 rows of weights in a stage
 
   constexpr int threads() const { return 32 * warps; }
 };
@@ -26,12 +25,11 @@ consteval bool valid(FewTokensConfig c) {
 }
 
 struct ExpertsFwdFewTokens {
-  static constexpr FewTokensConfig config{
-      .warps = 12, .stages = 2, .stage_k = 256, .rows_ahead = 1};
+  static constexpr FewTokensConfig config{.warps = 12, .stages = 2, .stage_k = 256};
 };
 // Few jobs that are short: all of them begin at once, and fewer warps leave each more of what memory brings.
 struct ExpertsFwdOneOrTwo {
-  static constexpr FewTokensConfig config{.warps = 8, .stages = 2, .stage_k = 256, .rows_ahead = 1};
+  static constexpr FewTokensConfig config{.warps = 8, .stages = 2, .stage_k = 256};
   static constexpr int64_t kMostBlocks = 16;     // of rows, two tokens of eight experts
   static constexpr int64_t kLongestRows = 2048;  // of weights, of a launch's first jobs
 };

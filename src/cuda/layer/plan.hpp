@@ -28,8 +28,8 @@ enum TileCounter : int {
   kRouterWgradParts,  // that router_wgrad has counted
   kListedTokens,      // by router_dlogits_rounded: a word of 64 bits
   kListedTokensHigh,
-  kListedFirst,       // 0, and
-  kListedEnd,         // how many tokens it has listed
+  kListedFirst,  // 0, and
+  kListedEnd,    // how many tokens it has listed
   kNumTileCounters
 };
 static_assert(kListedTokens % 2 == 0);

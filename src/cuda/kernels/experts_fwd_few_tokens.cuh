@@ -309,8 +309,8 @@ class Multiplier {
     }
   }
 
-  // Past L1, as the rows may be of a. Where there is none a value is 0, once it is inverted. kWhole: where the lane has a
-  // row, all values exist; else they stay what they are.
+  // Past L1, as the rows may be of a. Where there is none a value is 0, once it is inverted. kWhole: where the lane has
+  // a row, all values exist; else they stay as they are.
   template <bool kWhole>
   __device__ __forceinline__ static void load_rows(__nv_bfloat16 const* gmem_row, int32_t k,
                                                    int32_t count_k, uint32_t inverts, Rows& rows) {

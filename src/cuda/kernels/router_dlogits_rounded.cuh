@@ -251,7 +251,7 @@ __device__ __forceinline__ bool dlogits_of_any(RoundedGradientArguments const& p
   return listed;
 }
 
-// What a CTA knows of its tokens.
+// Holds what a CTA knows of its tokens.
 template <int kWarps, int kTokens>
 struct RoundedTokens {
   static_assert(kWarps * kTokens <= arch::kWarpThreads, "a lane has one of them");

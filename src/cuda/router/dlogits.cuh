@@ -179,7 +179,7 @@ __device__ __forceinline__ void put_rows(RouterDlogitsArguments const& p, int64_
                                          float const* smem_rows) {
   int const experts = p.experts, width = experts % 4 == 0 ? 4 : 1;
   if (width == 4 && p.gmem_aux_dlogits == nullptr && p.gmem_copy == nullptr) {
-    // What is left has rows one after the other: no lane needs to know its token.
+    // Rows lie one after the other then, and no lane needs to know its token.
     for (int i = 4 * arch::lane_idx(); i < tokens * experts; i += 4 * arch::kWarpThreads) {
       put_four_in_dlogits(p, first * experts + i, *reinterpret_cast<float4 const*>(smem_rows + i));
     }

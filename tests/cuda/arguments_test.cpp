@@ -332,7 +332,6 @@ TEST(Refuse, NoLayoutButTransposedBlocks) {
   }
 }
 
-// A tile's number along n has 16 bits in what the scheduler announces.
 // Rows of a call without rows are not cleared, as nothing makes its tables.
 TEST(PrefersFewTokens, CallsWithRowsAlone) {
   for (std::int64_t const tokens : {0, 1, 8, 9}) {
@@ -358,7 +357,8 @@ TEST(PrefersFewTokens, CallsWithRowsAlone) {
   }
 }
 
-// What they clear is one piece, and what their tables are made from lies behind it.
+// Counters, a and y of a call with few tokens are one piece, which is cleared. Logits, ids and the workspace of
+// metadata lie behind it.
 TEST(PrefersFewTokens, RowsThatAreCleared) {
   MoeDesc desc;
   desc.shape = {.tokens = 3, .hidden = 72, .intermediate = 40, .experts = 4, .top_k = 2};
@@ -382,6 +382,7 @@ TEST(PrefersFewTokens, RowsThatAreCleared) {
   for (MoeDesc const& other : {chunks, odd, many, wide}) EXPECT_EQ(words(other), kNumTileCounters);
 }
 
+// A tile's number along n has 16 bits in what the scheduler announces.
 TEST(Refuse, MoreColumnsThanTilesCanBeNumbered) {
   constexpr std::int64_t kMax = std::int64_t{1} << 22;
   RouterDgradArguments args{};

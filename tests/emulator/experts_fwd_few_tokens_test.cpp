@@ -339,7 +339,7 @@ TEST(ExpertsFwdFewTokens, AsALayerHasThem) {
   EXPECT_EQ(experts.run<::tessera::cuda::ExpertsFwdFewTokens>(emulator::kSchedules[0]), "");
 }
 
-// None is stored as the one that stands for a value that is not there.
+// No value of a or y is the NaN 0xffff, whose inverse, 0, says that a value is not there.
 TEST(ExpertsFwdFewTokens, WaitForNoNaN) {
   Experts experts({.rows = {2, 0, 3}, .hidden = 48, .intermediate = 24, .nan = true});
   EXPECT_EQ(experts.run<SmallRings>(emulator::kSchedules[2]), "");

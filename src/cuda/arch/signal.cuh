@@ -78,7 +78,7 @@ __device__ __forceinline__ uint64_t count_relaxed_gpu(uint64_t* word, uint64_t i
   return before;
 }
 
-// The same without the value and the acquire: the caller goes on at once.
+// Counts with a release alone and returns nothing: the caller goes on at once.
 __device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t increment) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(increment) : "memory");
 }

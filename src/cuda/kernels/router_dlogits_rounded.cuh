@@ -309,7 +309,7 @@ __device__ __forceinline__ bool dlogits_of_warp(RoundedGradientArguments const& 
     if (kept && p.gmem_row_dlogits != nullptr) p.gmem_row_dlogits[own.row] = listed ? 0.0f : value;
   }
   if (k == 0) smem_listed[lane / kLanes] = listed;
-  if (exists && adds) {  // what dlogits_of_any() reads first
+  if (exists && adds) {  // dlogits_of_any() reads these first
     constexpr int kLine = 128 / sizeof(float);
     for (int e = k * kLine; e < p.experts; e += kLanes * kLine) {
       arch::prefetch_l2(p.gmem_logits + int64_t{token} * p.experts + e);

@@ -27,9 +27,9 @@ enum TileCounter : int {
   kBackwardHandover,  // of down_projection_dgrad to down_projection_wgrad
   kRouterWgradParts,  // that router_wgrad has counted
   kListedTokens,      // by router_dlogits_rounded: a word of 64 bits
-  kListedTokensHigh,
-  kListedFirst,  // 0, and
-  kListedEnd,    // how many tokens it has listed
+  kListedTokensHigh,  // its upper half
+  kListedFirst,       // 0, and
+  kListedEnd,         // how many tokens it has listed
   kNumTileCounters
 };
 static_assert(kListedTokens % 2 == 0);

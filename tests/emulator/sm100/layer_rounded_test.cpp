@@ -265,7 +265,8 @@ TEST_F(LayerRounded, BackwardByTwoCallsHasEqualBits) {
   expect_equal(whole, split);
 }
 
-// Of a layer that rounds tokens, and of the same without rounding. Columns in chunks are GEMMs', here plain twins.
+// Layers with and without token rounding take one launch. Columns in chunks take the GEMMs, for which plain twins stand
+// in here.
 TEST_F(LayerRounded, FewTokensHaveTheirExpertsInOneLaunch) {
   Context const host = context_on(DeviceKind::cpu), device = context_on(DeviceKind::cuda);
   for (int const number : {0, 1, 2}) {
